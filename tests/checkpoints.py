@@ -69,6 +69,6 @@ def short_runs(folder: Path, texts: list[str] = TEXTS) -> list[str]:
 
 def prompts(file: Path, texts: list[str] = TEXTS) -> Path:
     """Write texts as a JSONL file of prompts; returns the file."""
-    lines = [json.dumps({"id": f"p{number}", "prompt": one, "workload": "toy"}) for number, one in enumerate(texts)]
+    lines = [json.dumps({"id": f"p{number}", "prompt": text, "workload": "toy"}) for number, text in enumerate(texts)]
     file.write_text("\n".join(lines) + "\n")
     return file

@@ -177,7 +177,7 @@ def flat_cli(cli, monkeypatch):
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code, *said = cli(*arguments)
-        out, errors = (" ".join(one.split()) for one in said)
+        out, errors = (" ".join(stream.split()) for stream in said)
         return code, out, errors
 
     return call

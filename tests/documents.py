@@ -39,13 +39,13 @@ def documents() -> list[Path]:
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page, as a forge makes them of its headings; and those that it names itself."""
     plain = FENCE.sub("", text)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for heading in re.findall(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", plain, re.MULTILINE):
         name = slug(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading))
-        found[name] = found.get(name, -1) + 1
-        if found[name]:
-            found[f"{name}-{found[name]}"] = 0
-    return {*found, *re.findall(r"<a (?:id|name)=\"([^\"]+)\"", plain)}
+        counts[name] = counts.get(name, -1) + 1
+        if counts[name]:
+            counts[f"{name}-{counts[name]}"] = 0
+    return {*counts, *re.findall(r"<a (?:id|name)=\"([^\"]+)\"", plain)}
 
 
 def commands(document: Path, text: str) -> Iterator[Command]:

@@ -35,9 +35,9 @@ def spread(folder: Path) -> Path:
     """Replace the vectors of a checkpoint, all zeros or ones in a new model, by random ones; return the folder."""
     generator = torch.Generator().manual_seed(0)
     tensors = load_file(folder / "model.safetensors")
-    for name, one in tensors.items():
-        if one.dim() == 1:
-            tensors[name] = one + torch.rand(one.shape, generator=generator).to(one.dtype)
+    for name, values in tensors.items():
+        if values.dim() == 1:
+            tensors[name] = values + torch.rand(values.shape, generator=generator).to(values.dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -59,13 +59,13 @@ def with_zoo_tokenizer(folder: Path, pre: str | None = None, **changes: Any) -> 
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ZOO / file, folder / file)
     if pre is not None:
-        found = gguf_tokenizer.PRE_TOKENIZERS[pre]
+        pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[pre]
         whole = json.loads((folder / "tokenizer.json").read_text())
         split = {"type": "Split", "behavior": "Isolated", "invert": False}
-        steps: list[dict[str, Any]] = [{**split, "pattern": {"Regex": one}} for one in found.patterns]
+        steps: list[dict[str, Any]] = [{**split, "pattern": {"Regex": pattern}} for pattern in pre_tokenizer.patterns]
         steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
         whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-        whole["model"]["ignore_merges"] = found.ignore_merges
+        whole["model"]["ignore_merges"] = pre_tokenizer.ignore_merges
         (folder / "tokenizer.json").write_text(json.dumps(whole))
     return folder
 
@@ -124,9 +124,9 @@ def typed(file: Path, name: str, kind: str) -> Path:
     ]  # fmt: skip
     tensors, offset = [], 0
     for other, shape in TYPED.items():
-        own = gguf.GGMLQuantizationType[kind if other == name else "F32"]
-        block, size = gguf.GGML_QUANT_SIZES[own]
-        tensors.append(tensor(other, shape, own, offset))
+        quantization = gguf.GGMLQuantizationType[kind if other == name else "F32"]
+        block, size = gguf.GGML_QUANT_SIZES[quantization]
+        tensors.append(tensor(other, shape, quantization, offset))
         offset += -(-math.prod(shape) // block * size // 32) * 32
     begin = header(fields, tensors)
     with file.open("wb") as stream:

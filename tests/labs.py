@@ -49,7 +49,7 @@ class Repeat(Proposer):
 
 
 def lab(texts=TEXTS, temperature: float = 0.0, **parts) -> Lab:
-    prompts = [Prompt(f"p{number}", one, "toy") for number, one in enumerate(texts)]
+    prompts = [Prompt(f"p{number}", text, "toy") for number, text in enumerate(texts)]
     target = replace(tiny_target(), tokenizer=Letters(), cache=ProcessCache(certificates=CERTIFICATES))
     usual = dict(proposer=Repeat(), verifier=Token(), sampling=Sampling(temperature), prompts=prompts, tracker=Files())
     return Lab(target, **(usual | parts))

@@ -11,10 +11,10 @@ from scripts.compare_speed import compare, ratio, report
 
 def test_the_mean_is_geometric_and_the_interval_is_student_s_of_the_logarithms():
     """Halved and doubled speed cancel: an arithmetic mean would be 1.25."""
-    found = ratio([0.5, 2.0])
-    assert found.mean == pytest.approx(1.0)
+    mean_ratio = ratio([0.5, 2.0])
+    assert mean_ratio.mean == pytest.approx(1.0)
     half = 12.706 * math.log(2)  # t(0.975, 1) * s / sqrt(2), where s = sqrt(2) * log 2
-    assert (math.log(found.low), math.log(found.high)) == pytest.approx((-half, half), rel=1e-4)
+    assert (math.log(mean_ratio.low), math.log(mean_ratio.high)) == pytest.approx((-half, half), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_runs_alternate_and_a_drift_of_the_machine_cancels():
 
         return measure
 
-    found = compare([tree("earlier", 10.0), tree("this", 15.0)], pairs=4)
+    comparison = compare([tree("earlier", 10.0), tree("this", 15.0)], pairs=4)
     assert order == ["earlier", "this", "this", "earlier"] * 2
-    assert found["arm"] == pytest.approx([1.5 * 0.97, 1.5 / 0.97] * 2)
-    assert ratio(found["arm"]).mean == pytest.approx(1.5)
+    assert comparison["arm"] == pytest.approx([1.5 * 0.97, 1.5 / 0.97] * 2)
+    assert ratio(comparison["arm"]).mean == pytest.approx(1.5)
 
 
 def test_a_tree_whose_package_is_not_the_one_imported_is_refused(tmp_path):

@@ -30,7 +30,7 @@ def texts() -> list[tuple[Path, str]]:
 
 
 def all_commands() -> list[Command]:
-    return [one for file, text in texts() for one in documents.commands(file, text)]
+    return [command for file, text in texts() for command in documents.commands(file, text)]
 
 
 def hydra_arguments(command: Command) -> list[str] | None:
@@ -42,55 +42,55 @@ def hydra_arguments(command: Command) -> list[str] | None:
         if len(given) < 2 or given[1] not in trainings():
             return None
         given = experiment(given)
-    given = [one for before, one in zip(["", *given], given, strict=False) if "--cfg" not in (before, one)]
-    if "--config-dir" in given or any(one.startswith(("hydra.searchpath", "-sc")) for one in given):
+    given = [word for before, word in zip(["", *given], given, strict=False) if "--cfg" not in (before, word)]
+    if "--config-dir" in given or any(word.startswith(("hydra.searchpath", "-sc")) for word in given):
         return None
-    return [quote_prompt(one) for one in given if not documents.is_placeholder(one)]
+    return [quote_prompt(word) for word in given if not documents.is_placeholder(word)]
 
 
-RUNS = {str(one): found for one in all_commands() if (found := hydra_arguments(one)) is not None}
+RUNS = {str(command): arguments for command in all_commands() if (arguments := hydra_arguments(command)) is not None}
 
 
 def test_every_link_leads_somewhere():
     broken = []
     for file, text in texts():
-        for found in docs_site.links(text):
+        for link in docs_site.links(text):
             target = file
-            if found["target"]:
-                path = docs_site.linked(file.relative_to(ROOT).as_posix(), found["target"])
+            if link["target"]:
+                path = docs_site.linked(file.relative_to(ROOT).as_posix(), link["target"])
                 if path is None:
-                    broken.append(f"{file.relative_to(ROOT)}: {found['target']}")
+                    broken.append(f"{file.relative_to(ROOT)}: {link['target']}")
                     continue
                 target = ROOT / path
             if (
-                found["anchor"]
+                link["anchor"]
                 and target.suffix == ".md"
-                and found["anchor"] not in documents.anchors(target.read_text())
+                and link["anchor"] not in documents.anchors(target.read_text())
             ):
-                broken.append(f"{file.relative_to(ROOT)}: {found['target']}#{found['anchor']}")
+                broken.append(f"{file.relative_to(ROOT)}: {link['target']}#{link['anchor']}")
     assert broken == []
 
 
 def test_sub_commands_parse():
     count = 0
-    for one in all_commands():
-        given = documents.of_spec_lab(one)
+    for command in all_commands():
+        given = documents.of_spec_lab(command)
         if given and given[0].isidentifier():
-            assert given[0] in (*COMMANDS, TRAIN), one
+            assert given[0] in (*COMMANDS, TRAIN), command
             try:
                 parser()[0].parse_args([word for word in given if word != "..."])
             except SystemExit:
                 if not any(word.isupper() for word in given[1:]):
-                    pytest.fail(str(one))
+                    pytest.fail(str(command))
             count += 1
     assert count > 10
 
 
 def test_modules_and_scripts_exist_with_their_options():
     count = 0
-    for one in all_commands():
-        words = one.words
-        if documents.of_spec_lab(one) is not None or not words[0].endswith(("python", "python3")) or len(words) < 2:
+    for command in all_commands():
+        words = command.words
+        if documents.of_spec_lab(command) is not None or not words[0].endswith(("python", "python3")) or len(words) < 2:
             continue
         if words[1] == "-m" and words[2].startswith(("experiments.", "scripts.")):
             path = ROOT / f"{words[2].replace('.', '/')}.py"
@@ -98,17 +98,17 @@ def test_modules_and_scripts_exist_with_their_options():
             path = ROOT / words[1]
         else:
             continue
-        assert path.is_file(), one
+        assert path.is_file(), command
         beside = [*path.parent.rglob("*.py"), *path.parent.parent.glob("*.py")]  # what it imports its options from
         sources = "".join(file.read_text() for file in beside)
         for word in (word for word in words[2:] if word.startswith("--")):
-            assert f'"{word}"' in sources or f'"{word[2:]}"' in sources, f"{one}: {word}"
+            assert f'"{word}"' in sources or f'"{word[2:]}"' in sources, f"{command}: {word}"
         count += 1
     assert count > 10
 
 
 def options_of(name: str) -> set[str]:
-    return {one.name for one in known().group(name).options} | (
+    return {option.name for option in known().group(name).options} | (
         {"basic", "joblib"} if name == "hydra/launcher" else set()
     )
 
@@ -116,11 +116,13 @@ def options_of(name: str) -> set[str]:
 def is_known(name: str) -> bool:
     """Whether an option exists in some part; of an option that is a mapping or list, also what stands in it."""
     keys = {path for path, _, _ in known().each_key()}
-    keys |= FURTHER | {key.name for one in known().group(EXPERIMENT).options for key in one.keys if "." in key.name}
+    keys |= FURTHER | {
+        key.name for option in known().group(EXPERIMENT).options for key in option.keys if "." in key.name
+    }
     name = canonical(re.sub(r"\[\d+\]", "", name))
     parts = name.split(".")
     return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1)) or any(
-        one.startswith(f"{name}.") for one in keys
+        key.startswith(f"{name}.") for key in keys
     )
 
 
@@ -130,7 +132,9 @@ def wrong_option(written: str) -> str:
     group = name.partition("@")[0]
     if known().group(group) is not None and equals:
         lacking = [
-            one for one in value.split(",") if re.fullmatch(r"[a-z][a-z0-9_]*", one) and one not in options_of(group)
+            word
+            for word in value.split(",")
+            if re.fullmatch(r"[a-z][a-z0-9_]*", word) and word not in options_of(group)
         ]
         return f"{group} has no option {', '.join(lacking)}" if lacking else ""
     if name.startswith("hydra.") or known().group(group) is not None or is_known(name):
@@ -140,7 +144,12 @@ def wrong_option(written: str) -> str:
 
 def test_runs_name_groups_and_options_that_exist():
     assert len(RUNS) > 60
-    wrong = {name: why for name, given in RUNS.items() for one in given if one[0] != "-" and (why := wrong_option(one))}
+    wrong = {
+        name: why
+        for name, given in RUNS.items()
+        for option in given
+        if option[0] != "-" and (why := wrong_option(option))
+    }
     assert wrong == {}
 
 
@@ -154,18 +163,18 @@ def test_a_wrong_option_is_found():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_composes(name):
-    given = replace_flags([one for one in RUNS[name] if one not in ("--multirun", "-m")])
-    given = [one for one in given if not one.startswith("--")]
+    given = replace_flags([word for word in RUNS[name] if word not in ("--multirun", "-m")])
+    given = [word for word in given if not word.startswith("--")]
     check_overrides(given)
     swept = OverridesParser.create().parse_overrides(given)
-    lists = [one.sweep_string_iterator() if one.is_discrete_sweep() else None for one in swept]
-    values = [[*one] if one is not None else [None] for one in lists]
+    lists = [override.sweep_string_iterator() if override.is_discrete_sweep() else None for override in swept]
+    values = [[*choices] if choices is not None else [None] for choices in lists]
     for job in range(max(map(len, values), default=1)):
         chosen = [
-            text if own[0] is None else f"{override.input_line.partition('=')[0]}={own[job % len(own)]}"
-            for text, override, own in zip(given, swept, values, strict=True)
+            text if choices[0] is None else f"{override.input_line.partition('=')[0]}={choices[job % len(choices)]}"
+            for text, override, choices in zip(given, swept, values, strict=True)
         ]
-        chosen = [one for one, override in zip(chosen, swept, strict=True) if not override.is_interval_sweep()]
+        chosen = [text for text, override in zip(chosen, swept, strict=True) if not override.is_interval_sweep()]
         with initialize_config_dir(conf(), version_base="1.3"):
             config = compose("config", chosen)
         check_options(config)
@@ -226,5 +235,5 @@ def test_a_repeated_heading_and_code_in_a_heading_have_the_anchors_of_a_forge():
 
 def test_commands_are_split_as_a_shell_does():
     text = "```sh\nA=1 python -m spec_lab 'a=\"x;y\"' \\\n  b=2 && spec-lab state DIR  # c; d\ncat x | python3 -\n```\n"
-    found = [one.words for one in documents.commands(ROOT / "README.md", text)]
-    assert found == [("python", "-m", "spec_lab", 'a="x;y"', "b=2"), ("spec-lab", "state", "DIR"), ("python3", "-")]
+    commands = [command.words for command in documents.commands(ROOT / "README.md", text)]
+    assert commands == [("python", "-m", "spec_lab", 'a="x;y"', "b=2"), ("spec-lab", "state", "DIR"), ("python3", "-")]

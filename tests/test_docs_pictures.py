@@ -25,7 +25,7 @@ def test_accepted_and_recovered_probabilities_add_up_to_p():
 
 
 def ids(*tokens):
-    return b"".join(int(one).to_bytes(3, "little") for one in tokens)
+    return b"".join(int(token).to_bytes(3, "little") for token in tokens)
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def run(tmp_path):
             "row": row,
             "parent": parent,
             "token": token,
-            "ids": own,
+            "ids": kept_ids,
             "p": p,
             "q": q,
         }
-        for row, parent, token, own, q in rows
+        for row, parent, token, kept_ids, q in rows
     ]
-    other = [one | {"round": 5} for one in recorded]
+    other = [row | {"round": 5} for row in recorded]
     pd.DataFrame([*other, *recorded[::-1]]).to_parquet(tmp_path / "replay.parquet")
     pd.DataFrame([{"request": 0, "round": 4, "path": [0], "emitted": 2}]).to_parquet(tmp_path / "steps.parquet")
     output = {"request": 0, "prompt_tokens": 2, "tokens": [5, 70000, 8, 9]}
@@ -63,14 +63,14 @@ def run(tmp_path):
 
 def test_a_step_is_read_as_it_was_recorded(run):
     step = read_step(run, 0, 4, [1, 2])
-    assert [one.parent for one in step.rows] == [-1, 0, 0, 1] and step.path == [1]
+    assert [row.parent for row in step.rows] == [-1, 0, 0, 1] and step.path == [1]
     assert step.before == [1, 2] and step.emitted == [70000, 8]
     assert step.rows[0].of(70000) == pytest.approx((0.5, 0.25)) and step.rows[3].q.size == 0
 
 
 def test_pictures_show_tokens_with_their_probabilities(run):
     step = read_step(run, 0, 4, [1, 2])
-    texts = {one.get_text() for one in draw_tree(step, ["root", "a", "b", "c"]).axes[0].texts}
+    texts = {text.get_text() for text in draw_tree(step, ["root", "a", "b", "c"]).axes[0].texts}
     assert {"root", "a", "p 0.50  q 0.25", "p 0.50  q 0.75"} <= texts
     title = draw_acceptance(step, str, [(0, 1, "it was accepted")]).axes[0].get_title(loc="left")
     centre = draw_acceptance(step, str, [(0, 1, "it was accepted")]).axes[0].get_title()

@@ -107,7 +107,7 @@ def test_a_file_that_is_not_a_notebook_is_refused(tmp_path, capsys):
 
 
 def shown(*all_outputs: dict) -> NotebookNode:
-    code = {"cell_type": "code", "source": "", "outputs": [NotebookNode(one) for one in all_outputs]}
+    code = {"cell_type": "code", "source": "", "outputs": [NotebookNode(output) for output in all_outputs]}
     return NotebookNode({"cells": [NotebookNode(code)]})
 
 

@@ -52,12 +52,12 @@ def walk(kind, text):
     """(place where the masks refuse the text, None if nowhere; share of forced tokens)."""
     first, *rest = [*tokenizer().encode(text), *bundled().ends]
     state, forced = constraint(kind).start(Request(0, "one", (first,))), 0
-    for place, token in enumerate(rest):
+    for number, token in enumerate(rest):
         mask = state.mask()
         if not allows(mask, token):
-            return place, forced / len(rest)
+            return number, forced / len(rest)
         forced += single_token(mask) == token
-        if place < len(rest) - 1:
+        if number < len(rest) - 1:
             state.advance(token)
     return None, forced / len(rest)
 
@@ -110,13 +110,13 @@ def test_the_grammar_is_the_schema_s():
 
 def refused(made):
     """The bundled JSON prompts that do not begin a text the constraint allows."""
-    found = []
+    texts = []
     for prompt in prompts("json"):
         try:
             made.start(Request(0, prompt["id"], tuple(tokenizer().encode(prompt["prompt"]))))
         except ConstraintError:
-            found.append(prompt["prompt"])
-    return found
+            texts.append(prompt["prompt"])
+    return texts
 
 
 @pytest.mark.nightly
@@ -138,7 +138,7 @@ def test_the_masks_of_the_schema_allow_json_lines_to_the_last_line_feed():
 
 
 def test_every_prompt_of_the_patterns_has_one_that_both_engines_read_alike():
-    held_out = {one["prompt"].rstrip("\n") for name in ("code", "json", "prose") for one in prompts(name)}
+    held_out = {prompt["prompt"].rstrip("\n") for name in ("code", "json", "prose") for prompt in prompts(name)}
     rng, free = np.random.default_rng(0), regex(bundled(), "")
     for prompt in prompts("patterns", "constraints"):
         assert prompt["prompt"].rstrip("\n") in held_out

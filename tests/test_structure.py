@@ -14,12 +14,12 @@ STANDARD = {*dir(builtins), *collections.__all__, *collections.abc.__all__}
 def classes() -> dict[str, list[str]]:
     """Where each class name of the package is defined."""
     package = Path(spec_lab.__file__).parent
-    found: dict[str, list[str]] = collections.defaultdict(list)
+    places: dict[str, list[str]] = collections.defaultdict(list)
     for file in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(f"{file.relative_to(package)}:{node.lineno}")
-    return found
+                places[node.name].append(f"{file.relative_to(package)}:{node.lineno}")
+    return places
 
 
 def test_no_class_name_occurs_twice():

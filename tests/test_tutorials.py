@@ -33,20 +33,20 @@ def files(page: str) -> dict[str, str]:
 
 def commands(page: str) -> list[list[str]]:
     """The arguments of every ``python -m spec_lab`` of a page's shell blocks."""
-    found = []
+    arguments = []
     for kind, _, text in BLOCK.findall((PAGES / f"{page}.md").read_text()):
         for line in text.replace("\\\n", " ").splitlines() if kind == "sh" else ():
             words = shlex.split(line, comments=True)
             if words[:3] == ["python", "-m", "spec_lab"]:
-                found.append(words[3:])
-    return found
+                arguments.append(words[3:])
+    return arguments
 
 
 def shortened(arguments: list[str]) -> list[str]:
     """The same command on two prompts and eight tokens."""
     changes = SHORT + (CERTIFY if "+experiment=certify" in arguments else ["baseline=false"])
-    replaced = {one.partition("=")[0] for one in changes}
-    return [one for one in arguments if one.partition("=")[0] not in replaced] + changes
+    replaced = {change.partition("=")[0] for change in changes}
+    return [argument for argument in arguments if argument.partition("=")[0] not in replaced] + changes
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypat
     arguments, expected = shortened(commands(page)[number]), ON_PAGES[page][number]
     code, output, errors = quick_cli(*arguments)
     assert code == expected, errors
-    chosen = dict(one.split("=", 1) for one in arguments if "=" in one)
+    chosen = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     if "+experiment=certify" in arguments:
         (pair,) = json.loads((tmp_path / "here" / "certificate.json").read_text())["pairs"]
         assert pair["certified"] == (None if code else "exact"), output
@@ -115,8 +115,8 @@ def test_the_constraint_forbids_repeated_n_grams_and_the_controller_ends_after_i
     assert code == 0, errors
     rows = pd.read_parquet(tmp_path / "pairs" / "requests.parquet")
     for tokens in rows["tokens"]:
-        found = list(pairwise(tokens))
-        assert len(found) == len(set(found)) > 20
+        items = list(pairwise(tokens))
+        assert len(items) == len(set(items)) > 20
     lines = ["constraint=controller", "constraint.make=my_parts.lines.make", "constraint.options={lines: 2}"]
     code, _, errors = quick_cli(*lines, *short, "proposer=ngram", "output_dir=lines")
     assert code == 0, errors

@@ -83,8 +83,8 @@ def test_a_copy_of_a_held_out_module_under_another_name_is_left_out(holdout, mon
     assert corpus.sha256(edited) != corpus.sha256(text)
 
     def two_copies(package, only=None):
-        found = {source: text, "stdlib:copy.py": text, "stdlib:edited.py": edited}
-        return [(s, t) for s, t in found.items() if only is None or s in only]
+        documents = {source: text, "stdlib:copy.py": text, "stdlib:edited.py": edited}
+        return [(s, t) for s, t in documents.items() if only is None or s in only]
 
     monkeypatch.setattr(corpus, "modules", two_copies)
     assert not [d for d in corpus.training(listed, [], {"stdlib": 10**9}, 0) if not d.source.startswith("topic")]
@@ -160,14 +160,14 @@ def test_taps_of_the_eagle3_head_in_another_order_change_nothing(tmp_path, shipp
     (tmp_path / "model.safetensors").symlink_to(ZOO / "eagle3" / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}))
     target = Target.load(str(ZOO / "target"), dtype="float32")
-    text = target.tokenizer.encode(next(one["prompt"] for one in shipped if one["workload"] == "code"))[:96]
-    found = []
+    text = target.tokenizer.encode(next(prompt["prompt"] for prompt in shipped if prompt["workload"] == "code"))[:96]
+    runs = []
     for folder in (ZOO / "eagle3", tmp_path):
         proposer = eagle.load(target, str(folder), depth=4)
         assert proposer.requires.hidden == (1, 3, 5)
         group, steps = decode(target, proposer, requests(prompts=[text], new=24))
-        found.append((emitted(group), [len(done.path) for info in steps for done in info.committed]))
-    assert found[0] == found[1] and sum(found[0][1]) > 8
+        runs.append((emitted(group), [len(done.path) for info in steps for done in info.committed]))
+    assert runs[0] == runs[1] and sum(runs[0][1]) > 8
 
 
 def test_the_card_names_the_weights_of_its_folder():

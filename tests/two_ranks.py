@@ -27,14 +27,14 @@ HERE = Path(sys.argv[1])
 
 def forests(target: Target) -> tuple[list[torch.Tensor], int]:
     """Logits of two forests over scattered cells, which outgrow their spans, and the heads of a layer's cells."""
-    lm, found = target.lm, []
+    lm, logits = target.lm, []
     paths = [lm.open(reserve=8) for _ in range(2)]
     for tokens, tree in (([[5, 6, 7] * 90, [8, 9]], [0, 0, 3, 1, 5]), ([[3], [4, 5]], [0, 0, 2, 1, 1, 6])):
         draft = Draft(Shape(2, np.array(tree)), torch.arange(10, 10 + len(tree)))
-        found.append(lm.forward(paths, tokens, draft).logits)
+        logits.append(lm.forward(paths, tokens, draft).logits)
         for path in paths:
             path.accept([1])
-    return found, lm.cells.views[0][0][0].shape[1]
+    return logits, lm.cells.views[0][0][0].shape[1]
 
 
 @torch.inference_mode()
@@ -42,10 +42,10 @@ def compared(name: str, dtype: str = "float64") -> dict:
     """The difference between a model split over both ranks and the whole one."""
     how = dict(path=str(HERE / name), dtype=dtype)
     split, whole = Target.load(**how, tensor_parallel=True), loading.load_model(**how, device="cpu")[0]
-    one = Target(CausalLM(whole), None, "whole", 512, "", 0.0)
-    (ours, heads), (theirs, all_heads) = forests(split), forests(one)
+    target = Target(CausalLM(whole), None, "whole", 512, "", 0.0)
+    (ours, heads), (theirs, all_heads) = forests(split), forests(target)
     state, token = torch.randn(2, 32, dtype=whole.dtype), torch.tensor([1, 2])
-    drafts = [Heads.random(each, 3, trunk=True)(state, token) for each in (split, one)]
+    drafts = [Heads.random(each, 3, trunk=True)(state, token) for each in (split, target)]
     shard = split.lm.model.model.layers[0].self_attn.q_proj.weight
     shard = (
         shard.to_local() if hasattr(shard, "to_local") else shard
@@ -78,7 +78,10 @@ def watched(read):
             tensor_parallel.join().failed = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
         if ranks.rank():
             held.append(
-                {"layers": sum(one() is not None for one in seen), "things": len(tensor_parallel.join()._things)}
+                {
+                    "layers": sum(reference() is not None for reference in seen),
+                    "things": len(tensor_parallel.join()._things),
+                }
             )
             (HERE / "held.json").write_text(json.dumps(held))
             if path.endswith("unseen"):

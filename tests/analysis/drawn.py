@@ -36,15 +36,15 @@ def tables(arms: list[str], groups: int = 4, fast: float = 1.0, accepts: bool = 
         for group in range(groups):
             paths = [path if accepts and nodes else () for path in (PATHS[group % 6], PATHS[number % 6])]
             start = 1.0
-            for place, path in enumerate(((), *paths)):
-                seconds = 1.0 if not place else (1 + 0.1 * group) / speed
+            for index, path in enumerate(((), *paths)):
+                seconds = 1.0 if not index else (1 + 0.1 * group) / speed
                 phases = {name: seconds * share for name, share in SHARES.items()}
-                rounds.append({"arm": arm, "group": group, "prefill": not place, "start": start - 1.0,
+                rounds.append({"arm": arm, "group": group, "prefill": not index, "start": start - 1.0,
                                "whole": seconds, "live": 1, "nodes": nodes, **phases})  # fmt: skip
                 start += seconds
-                if place:
+                if index:
                     rows.append({"arm": arm, "request": group, "group": group, "accepted": len(path), "path": path,
-                                 "nodes": nodes, "depth": min(nodes, 3), "sequence": 0, "round": place})  # fmt: skip
+                                 "nodes": nodes, "depth": min(nodes, 3), "sequence": 0, "round": index})  # fmt: skip
             tokens = sum(len(path) + 1 for path in paths)
             requests.append({"arm": arm, "group": group, "request": group, "order": number, "sequence": 0,
                              "decode_tokens": tokens, "decode_seconds": start - 2.0, "prefill_tokens": 1,
@@ -56,12 +56,12 @@ def tables(arms: list[str], groups: int = 4, fast: float = 1.0, accepts: bool = 
 def swept(values: list[float], arms: list[str], fast: float = 1.0) -> pd.DataFrame:
     """The table of a sweep over a numeric option."""
     rows = []
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         for number, arm in enumerate([*arms, "baseline"]):
-            speed = (1 + number / 10) * fast**place
-            rows.append({"run": f"run{place}", "arm": arm, "proposer.depth": value,
-                         "tau_pooled": 1 + place + number / 10, "tau_pooled_low": 1.0 + place,
-                         "tau_pooled_high": 2.5 + place, "speedup": speed,
+            speed = (1 + number / 10) * fast**index
+            rows.append({"run": f"run{index}", "arm": arm, "proposer.depth": value,
+                         "tau_pooled": 1 + index + number / 10, "tau_pooled_low": 1.0 + index,
+                         "tau_pooled_high": 2.5 + index, "speedup": speed,
                          "speedup_low": speed * 0.9, "speedup_high": speed * 1.1})  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -77,35 +77,35 @@ def raster(figure: Figure) -> np.ndarray:  # [height, width, 4]
 def faults(figure: Figure) -> list[str]:
     """What is wrong with a figure as it is drawn; empty for nothing."""
     picture = raster(figure)
-    found = []
+    messages = []
     edge = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])[:, :3]
     if (edge < 250).any():
-        found.append("something is drawn at the edge of the canvas")
+        messages.append("something is drawn at the edge of the canvas")
     if (picture[..., :3] < 250).any(-1).mean() < 0.002:
-        found.append("it is blank")
+        messages.append("it is blank")
     height, width = picture.shape[:2]
     fixed, free = [], {text for axes in figure.axes for text in axes.texts}
     shown = shown_texts(figure)
     for text in shown:
         box = text.get_window_extent()
         if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1:
-            found.append(f"{text.get_text()!r} leaves the figure")
+            messages.append(f"{text.get_text()!r} leaves the figure")
         if not isinstance(text, Annotation) and text not in free:
             fixed.append((text.get_text(), box.padded(-1)))
-    found += [f"{one!r} and {other!r} overlap" for (one, box), (other, place) in combinations(fixed, 2)
-              if box.overlaps(place)]  # fmt: skip
+    messages += [f"{label!r} and {other!r} overlap" for (label, box), (other, other_box) in combinations(fixed, 2)
+              if box.overlaps(other_box)]  # fmt: skip
     for axes in figure.axes:
         if not axes.axison:
             continue
         if not axes.get_xlabel() and any(tick.label1 in shown for tick in axes.xaxis.get_major_ticks()):
-            found.append(f"axis x of {axes.get_title(loc='left')!r} has no label")
+            messages.append(f"axis x of {axes.get_title(loc='left')!r} has no label")
         legend = axes.get_legend()
         if legend is not None:
             box = legend.get_window_extent().padded(-1)
             points = [axes.transData.transform(line.get_xydata()) for line in axes.lines if len(line.get_xydata())]
             if any(box.contains(*point) for line in points for point in line if np.isfinite(point).all()):
-                found.append("the legend covers data")
-    return found
+                messages.append("the legend covers data")
+    return messages
 
 
 def shown_texts(figure: Figure) -> list[Text]:

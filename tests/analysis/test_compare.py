@@ -44,25 +44,25 @@ def write(
     order = range(count) if order is None else order
     rounds, steps, requests = [], [], []
     for group in range(-(-count // batch_size)):
-        for place in range(group * batch_size, min(count, (group + 1) * batch_size)):
-            which = order[place]  # the prompt's own number, wherever the run has it
+        for n in range(group * batch_size, min(count, (group + 1) * batch_size)):
+            which = order[n]  # the prompt's own number, wherever the run has it
             for arm in (*arms, *(["baseline"] if baseline else [])):
                 speed = 1.0 if arm == "baseline" else gain[which]
-                own = dict(group=group, arm=arm, request=place)
+                keys = dict(group=group, arm=arm, request=n)
                 rounds.append(row("rounds", id=f"{group}/{arm}/0", group=group, arm=arm))
                 length = 60 if arm == "baseline" else round(60 / tau[which])
                 emitted = [1] * 60 if arm == "baseline" else np.diff(np.linspace(0, 60, length + 1).round()).astype(int)
                 for number, tokens in enumerate(map(int, emitted)):
-                    one = dict(emitted=tokens, emitted_kept=tokens, accepted=tokens - 1, expected_emitted=float(tokens))
+                    counts = dict(
+                        emitted=tokens, emitted_kept=tokens, accepted=tokens - 1, expected_emitted=float(tokens)
+                    )
                     drafted = 0 if arm == "baseline" else 8
                     steps.append(
-                        row("steps", id=f"{place}/{arm}/0/{number}", round=number, nodes=drafted, **own, **one)
+                        row("steps", id=f"{n}/{arm}/0/{number}", round=number, nodes=drafted, **keys, **counts)
                     )
-                ends = dict(
-                    finish=BROKEN[0] if place in broken else "length", decode_tokens=60, decode_seconds=1 / speed
-                )
+                ends = dict(finish=BROKEN[0] if n in broken else "length", decode_tokens=60, decode_seconds=1 / speed)
                 what = dict(name=f"p{which}", prompt=f"{prompt} {which}", tokens=[which])
-                requests.append(row("requests", id=f"{place}/{arm}/0", **own, **ends, **what))
+                requests.append(row("requests", id=f"{n}/{arm}/0", **keys, **ends, **what))
     Recorder(folder).write(0, rounds, steps, requests)  # all groups in one file: faster
     facts = {
         "config": {"proposer": {"depth": 3}, "output_dir": str(folder), "tracker": {"key": "***"}} | (config or {}),
@@ -91,11 +91,11 @@ def noise(count: int, seed: int) -> np.ndarray:
 
 def words(comparison) -> dict[str, str]:
     """The verdict on each figure of the first pair."""
-    return {one.figure: one.verdict for one in comparison.pairs[0].changes}
+    return {change.figure: change.verdict for change in comparison.pairs[0].changes}
 
 
 def figure(comparison, name: str, pair: int = 0):
-    return next(one for one in comparison.pairs[pair].changes if one.figure == name)
+    return next(change for change in comparison.pairs[pair].changes if change.figure == name)
 
 
 def shown(comparison, width: int = 100, verbose: bool = False) -> str:
@@ -111,22 +111,22 @@ def test_a_difference_that_exists_is_significant(tmp_path):
     tau = taus(16)
     a = write(tmp_path / "a", tau, tau * noise(16, 1))
     b = write(tmp_path / "b", 1.5 * tau, 1.5 * tau * noise(16, 2))
-    found = compare([a, b])
+    comparison = compare([a, b])
     assert (
-        words(found)["speedup_geometric_mean"]
-        == words(found)["tau_pooled"]
-        == words(found)["expected_tau"]
+        words(comparison)["speedup_geometric_mean"]
+        == words(comparison)["tau_pooled"]
+        == words(comparison)["expected_tau"]
         == "significant"
     )
-    faster = figure(found, "speedup_geometric_mean")
+    faster = figure(comparison, "speedup_geometric_mean")
     assert faster.simultaneous.low < 1.5 < faster.simultaneous.high
     assert faster.simultaneous.low < faster.interval.low
-    assert "significant from" not in shown(found)
-    for text in (shown(found, width=80, verbose=True), shown(found, WIDE)):
+    assert "significant from" not in shown(comparison)
+    for text in (shown(comparison, width=80, verbose=True), shown(comparison, WIDE)):
         line = next(line for line in reversed(text.splitlines()) if "speed-up, geometric mean" in line)
-        own = f"[×{faster.interval.low:.2f}, ×{faster.interval.high:.2f}]"
-        assert own in line and "16 groups," in line and "…" not in text
-    assert figure(found, "tau_pooled").reference == metrics.tau_pooled(
+        interval = f"[×{faster.interval.low:.2f}, ×{faster.interval.high:.2f}]"
+        assert interval in line and "16 groups," in line and "…" not in text
+    assert figure(comparison, "tau_pooled").reference == metrics.tau_pooled(
         metrics.decode_steps(metrics.load(a).steps, "speculative")
     )
 
@@ -135,27 +135,27 @@ def test_without_a_difference_nothing_is_significant_and_the_smallest_visible_ch
     tau = taus(16)
     a = write(tmp_path / "a", tau * noise(16, 1), tau * noise(16, 2))
     b = write(tmp_path / "b", tau * noise(16, 3), tau * noise(16, 4))
-    found = compare([a, b])
-    assert words(found)["speedup_geometric_mean"] == words(found)["tau_pooled"] == "not significant"
-    one = figure(found, "speedup_geometric_mean")
-    assert one.smallest == pytest.approx(one.simultaneous.high / one.simultaneous.mean)
-    assert f"×{one.smallest:.2f} would be" in shown(found)
+    comparison = compare([a, b])
+    assert words(comparison)["speedup_geometric_mean"] == words(comparison)["tau_pooled"] == "not significant"
+    speedup_change = figure(comparison, "speedup_geometric_mean")
+    assert speedup_change.smallest == pytest.approx(speedup_change.simultaneous.high / speedup_change.simultaneous.mean)
+    assert f"×{speedup_change.smallest:.2f} would be" in shown(comparison)
 
 
 def test_identical_rows_are_identical(tmp_path):
     a = write(tmp_path / "a", taus(9), taus(9) * noise(9, 1))
     b = write(tmp_path / "b", taus(9), taus(9) * noise(9, 2))
-    found = compare([a, b])
-    assert {words(found)[name] for name in ("tau_pooled", "expected_tau", "nodes_per_step")} == {"identical"}
-    assert words(found)["speedup_geometric_mean"] == "not significant"
-    assert found.pairs[0].identical == 1.0
+    comparison = compare([a, b])
+    assert {words(comparison)[name] for name in ("tau_pooled", "expected_tau", "nodes_per_step")} == {"identical"}
+    assert words(comparison)["speedup_geometric_mean"] == "not significant"
+    assert comparison.pairs[0].identical == 1.0
 
 
 def test_on_few_groups_nothing_is_tested(tmp_path):
-    found = compare([write(tmp_path / "a", taus(7)), write(tmp_path / "b", 2 * taus(7))])
-    assert words(found)["speedup_geometric_mean"] == words(found)["tau_pooled"] == "too few"
-    assert found.tested == 0
-    assert "7 prompts, 8 needed" in shown(found)
+    comparison = compare([write(tmp_path / "a", taus(7)), write(tmp_path / "b", 2 * taus(7))])
+    assert words(comparison)["speedup_geometric_mean"] == words(comparison)["tau_pooled"] == "too few"
+    assert comparison.tested == 0
+    assert "7 prompts, 8 needed" in shown(comparison)
     two = [write(tmp_path / name, 2 * taus(2) * noise(2, seed)) for seed, name in enumerate("cd")]
     assert words(compare(two, level=0.999999))["speedup_geometric_mean"] == "too few"
 
@@ -174,8 +174,8 @@ def test_more_tests_need_wider_intervals_and_more_groups(tmp_path):
 def test_the_speed_up_is_shown_as_in_the_run_and_its_geometric_mean_is_tested(tmp_path):
     gain = taus(12)
     a, b = write(tmp_path / "a", taus(12), gain), write(tmp_path / "b", taus(12), gain * noise(12, 1))
-    found = compare([a, b])
-    pooled, tested = figure(found, "speedup"), figure(found, "speedup_geometric_mean")
+    comparison = compare([a, b])
+    pooled, tested = figure(comparison, "speedup"), figure(comparison, "speedup_geometric_mean")
     assert pooled.reference == metrics.speedup(metrics.load(a).requests, "speculative").mean
     assert tested.reference == pytest.approx(np.exp(np.log(gain).mean())) != pytest.approx(pooled.reference)
     assert (pooled.verdict, tested.verdict) == ("not tested", "not significant")
@@ -190,29 +190,29 @@ def test_units_are_paired_by_their_prompts_wherever_they_stand(tmp_path):
     a = write(tmp_path / "a", tau * noise(12, 1))
     b = write(tmp_path / "b", tau * noise(12, 2))
     again = write(tmp_path / "c", tau * noise(12, 2), order=range(11, -1, -1))
-    found = compare([a, b, again])
-    straight, turned = ([one.interval for one in pair.changes] for pair in found.pairs)
+    comparison = compare([a, b, again])
+    straight, turned = ([change.interval for change in pair.changes] for pair in comparison.pairs)
     assert np.allclose(straight, turned, equal_nan=True)
-    assert found.pairs[1].identical == 1.0
+    assert comparison.pairs[1].identical == 1.0
 
 
 def test_pairing_is_worth_much_where_prompts_differ_more_than_runs(tmp_path):
     tau = taus(12)
     a, b = write(tmp_path / "a", tau), write(tmp_path / "b", tau * noise(12, 1))
     elsewhere = write(tmp_path / "c", tau * noise(12, 1), prompt="another")
-    found = compare([a, b, elsewhere])
-    paired, unpaired = (figure(found, "tau_pooled", pair) for pair in (0, 1))
+    comparison = compare([a, b, elsewhere])
+    paired, unpaired = (figure(comparison, "tau_pooled", pair) for pair in (0, 1))
     assert paired.paired and not unpaired.paired
     assert paired.smallest < 0.3 * unpaired.smallest
-    assert "no prompts in common: compared as unpaired samples" in shown(found)
-    assert np.isnan(found.pairs[1].identical)
+    assert "no prompts in common: compared as unpaired samples" in shown(comparison)
+    assert np.isnan(comparison.pairs[1].identical)
 
 
 def test_prompts_that_only_one_run_has_are_left_out(tmp_path):
     tau = taus(20)
-    found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.3 * tau[:12])])
-    assert found.pairs[0].prompts == found.pairs[0].groups == 12
-    longer = figure(found, "speedup_geometric_mean")
+    comparison = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.3 * tau[:12])])
+    assert comparison.pairs[0].prompts == comparison.pairs[0].groups == 12
+    longer = figure(comparison, "speedup_geometric_mean")
     assert longer.units == (12, 12)
     assert longer.reference == pytest.approx(np.exp(np.log(tau[:12]).mean()))
 
@@ -220,26 +220,27 @@ def test_prompts_that_only_one_run_has_are_left_out(tmp_path):
 def test_other_batch_sizes_leave_prompts_paired_and_groups_not(tmp_path):
     tau = taus(16)
     a, b = write(tmp_path / "a", tau), write(tmp_path / "b", tau, batch_size=2)
-    found = compare([a, b])
-    assert words(found)["tau_pooled"] == "identical"
+    comparison = compare([a, b])
+    assert words(comparison)["tau_pooled"] == "identical"
     assert (
-        figure(found, "speedup_geometric_mean").units == (16, 8) and not figure(found, "speedup_geometric_mean").paired
+        figure(comparison, "speedup_geometric_mean").units == (16, 8)
+        and not figure(comparison, "speedup_geometric_mean").paired
     )
-    assert "their speeds are unpaired" in shown(found)
+    assert "their speeds are unpaired" in shown(comparison)
 
 
 def test_broken_groups_are_left_out_of_both_and_named(tmp_path):
     tau = taus(12)
-    found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", tau, broken=[3])])
-    assert figure(found, "tau_pooled").units == figure(found, "speedup_geometric_mean").units == (11, 11)
-    assert "1 of 12 groups left out" in found.described["B"]
+    comparison = compare([write(tmp_path / "a", tau), write(tmp_path / "b", tau, broken=[3])])
+    assert figure(comparison, "tau_pooled").units == figure(comparison, "speedup_geometric_mean").units == (11, 11)
+    assert "1 of 12 groups left out" in comparison.described["B"]
 
 
 def test_without_a_baseline_acceptance_is_compared_and_speed_is_not(tmp_path):
-    found = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", 2 * taus(12), baseline=False)])
-    assert words(found)["speedup"] == "not tested" and "speedup_geometric_mean" not in words(found)
-    assert figure(found, "speedup").why == "B has no baseline"
-    assert words(found)["tau_pooled"] == "significant"
+    comparison = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", 2 * taus(12), baseline=False)])
+    assert words(comparison)["speedup"] == "not tested" and "speedup_geometric_mean" not in words(comparison)
+    assert figure(comparison, "speedup").why == "B has no baseline"
+    assert words(comparison)["tau_pooled"] == "significant"
 
 
 def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(tmp_path):
@@ -252,9 +253,9 @@ def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(
 
 
 def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path):
-    found = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", taus(9), groups=12)])
-    assert "UNFINISHED: 9 of 12 groups" in found.described["B"]
-    assert found.pairs[0].groups == 9
+    comparison = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", taus(9), groups=12)])
+    assert "UNFINISHED: 9 of 12 groups" in comparison.described["B"]
+    assert comparison.pairs[0].groups == 9
 
 
 # Sweeps ------------------------------------------------------------------------------------------------------------
@@ -263,22 +264,22 @@ def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path)
 def make_sweep(folder: Path, runs: dict[str, float], failed: Sequence[str] = (), **facts) -> Path:
     sweep.plan(folder, [[name] for name in runs])
     for name, gain in runs.items():
-        one = folder / sweep.folder_name([name])
+        run_folder = folder / sweep.folder_name([name])
         if name in failed:
-            one.mkdir()
-            sweep.fail(one, [name], ValueError("no"), "no", 0.0)
+            run_folder.mkdir()
+            sweep.fail(run_folder, [name], ValueError("no"), "no", 0.0)
         else:
-            write(one, gain * taus(12), config={"proposer": {"depth": int(name[-1])}}, **facts)
-            sweep.end(one, [name], "", 0, 1.0)
+            write(run_folder, gain * taus(12), config={"proposer": {"depth": int(name[-1])}}, **facts)
+            sweep.end(run_folder, [name], "", 0, 1.0)
     return folder
 
 
 def test_a_sweep_stands_for_its_finished_runs_the_first_as_reference(tmp_path):
-    found = compare([make_sweep(tmp_path, {"depth=1": 1, "depth=2": 1.4, "depth=3": 1}, failed=["depth=3"])])
-    assert [(pair.reference, pair.other) for pair in found.pairs] == [("A", "B")]
-    assert [one.name for one in found.runs] == ["depth=1", "depth=2"]
-    assert words(found)["tau_pooled"] == "significant"
-    assert "failed" in found.notes[0] and "depth=3" in found.notes[0]
+    comparison = compare([make_sweep(tmp_path, {"depth=1": 1, "depth=2": 1.4, "depth=3": 1}, failed=["depth=3"])])
+    assert [(pair.reference, pair.other) for pair in comparison.pairs] == [("A", "B")]
+    assert [run.name for run in comparison.runs] == ["depth=1", "depth=2"]
+    assert words(comparison)["tau_pooled"] == "significant"
+    assert "failed" in comparison.notes[0] and "depth=3" in comparison.notes[0]
 
 
 # What is shown ----------------------------------------------------------------------------------------------------
@@ -287,13 +288,13 @@ def test_a_sweep_stands_for_its_finished_runs_the_first_as_reference(tmp_path):
 def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_path):
     a = write(tmp_path / "a", taus(8), config={"arms": {}, "tracker": {"project": "x"}})
     b = write(tmp_path / "b", taus(8), config={"proposer": {"depth": 5}, "arms": {"n": {"_target_": "N"}}}, commit="1")
-    found = compare([a, b])
-    assert [(one.key, one.values) for one in found.configuration] == [
+    comparison = compare([a, b])
+    assert [(difference.key, difference.values) for difference in comparison.configuration] == [
         ("proposer.depth", (("3", ("A",)), ("5", ("B",)))),
         ("arms.n", (("not set", ("A",)), ("N", ("B",)))),
     ]
-    assert [one.key for one in found.provenance] == ["commit"]
-    assert "proposer.depth" in shown(found)
+    assert [difference.key for difference in comparison.provenance] == ["commit"]
+    assert "proposer.depth" in shown(comparison)
 
 
 def test_what_cannot_be_compared_is_refused_by_name(tmp_path):

@@ -26,7 +26,7 @@ CASES = {
 def test_the_figures_of_a_run(case):
     drawn = run_figures(tables(**CASES[case]), {"medusa": [(0,), (1,), (0, 0)]})
     assert {"throughput", "tokens", "phases", "cost"} <= {*drawn}
-    assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
+    assert {name: messages for name, figure in drawn.items() if (messages := faults(figure))} == {}
 
 
 @pytest.mark.each_value
@@ -38,12 +38,12 @@ def test_the_figures_of_a_run(case):
 def test_the_figures_of_a_sweep(values, arms, fast):
     drawn = drawn_of(drawings(swept(values, arms, fast), ["proposer.depth"]))
     assert {"speedups", "by_proposer.depth"} <= {*drawn}
-    assert {name: found for name, figure in drawn.items() if (found := faults(figure))} == {}
+    assert {name: messages for name, figure in drawn.items() if (messages := faults(figure))} == {}
 
 
 @pytest.mark.parametrize("prompts", [["p0"], [f"prompt {number}" for number in range(12)], LONG])
 def test_the_figure_of_a_distance(prompts):
-    rows = [{"prompt": one, "tv": {"mean": 0.2, "low": 0.1, "high": 0.3}} for one in prompts] + [
+    rows = [{"prompt": prompt, "tv": {"mean": 0.2, "low": 0.1, "high": 0.3}} for prompt in prompts] + [
         {"prompt": "x", "tv": 0.0}
     ]
     assert faults(figures.distance(rows)) == []
@@ -68,7 +68,7 @@ def test_a_fault_is_found():
     covered.axes[0].legend(loc="center")
     unlabelled.axes[0].set_xlabel("")
     for figure, word in ((clipped, "leaves"), (overlapping, "overlap"), (covered, "legend"), (unlabelled, "no label")):
-        assert any(word in one for one in faults(figure)), word
+        assert any(word in fault for fault in faults(figure)), word
 
 
 # Ticks -------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def tables(tmp_path_factory):
 
 
 def only(tables: Tables, *arms: str) -> Tables:
-    return Tables(*(one[one["arm"].isin(arms)] for one in (tables.rounds, tables.steps, tables.requests)))
+    return Tables(*(frame[frame["arm"].isin(arms)] for frame in (tables.rounds, tables.steps, tables.requests)))
 
 
 def size(file) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def test_files_are_images_of_some_size(tables, tmp_path):
 @pytest.mark.nightly
 def test_the_same_rows_give_the_same_file(tables, tmp_path):
     once, again = (figures.save(run_figures(tables), tmp_path / name, ("svg",)) for name in ("a", "b"))
-    assert [one.read_bytes() for one in once] == [one.read_bytes() for one in again]
+    assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
 
 
 def test_every_axis_is_labelled(tables):
@@ -114,14 +114,14 @@ def test_an_svg_for_a_page_is_one_element_with_ids_of_its_own(tables):
         assert text.startswith("<svg") and text.count("<svg") == 1 and "<!--" not in text and "<style" not in text
         ids = set(re.findall(r'\bid="([^"]*)', text))
         assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= ids
-        assert all(one.startswith(f"{name}-") for one in ids)
+        assert all(element_id.startswith(f"{name}-") for element_id in ids)
         assert "speculative" in text  # its text is text
 
 
 def test_siblings_are_laid_out_below_each_other():
     places = tree_layout([(), (1,), (0,), (0, 0), (0, 1), (0, 0, 0)])
     expected = {(): (0, 0), (0,): (1, 0), (0, 0): (2, 0), (0, 0, 0): (3, 0), (0, 1): (2, 1), (1,): (1, 2)}
-    assert places == {path: NodePosition(*place) for path, place in expected.items()}
+    assert places == {path: NodePosition(*position) for path, position in expected.items()}
 
 
 def test_a_sweep_has_a_forest_and_lines(tmp_path):

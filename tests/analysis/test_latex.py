@@ -8,9 +8,9 @@ ROW = {"speedup_low": 1.4, "speedup_high": 1.6, "tau_pooled": 2.25, "draft_token
 
 
 def rows(*extra):
-    own = [{"arm": "speculative", "proposer_name": "ngram", "speedup": 1.5, **ROW, **one} for one in extra]
-    base = [{"arm": "baseline", "proposer_name": "none", "tau_pooled": 1.0, **one} for one in extra]
-    return pd.DataFrame([*own, *base])
+    speculative = [{"arm": "speculative", "proposer_name": "ngram", "speedup": 1.5, **ROW, **more} for more in extra]
+    base = [{"arm": "baseline", "proposer_name": "none", "tau_pooled": 1.0, **more} for more in extra]
+    return pd.DataFrame([*speculative, *base])
 
 
 def test_a_row_for_each_run_with_its_varied_options_and_interval():

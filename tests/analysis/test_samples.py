@@ -22,10 +22,10 @@ CONFIG = {"target": {"path": "tiny"}, "max_new_tokens": 12}
 def done(tmp_path_factory):
     """A run whose texts were replaced by answers to both datasets."""
     out = tmp_path_factory.mktemp("run") / "out"
-    one = lab()
+    laboratory = lab()
     sources = ["HumanEval", "HumanEval", "LiveCodeBench", "LiveCodeBench", "elsewhere"]
-    prompts = [replace(prompt, source=source) for prompt, source in zip(one.prompts, sources, strict=True)]
-    assert run(replace(one, prompts=prompts), settings(out), CONFIG, Console(file=StringIO())) == 0
+    prompts = [replace(prompt, source=source) for prompt, source in zip(laboratory.prompts, sources, strict=True)]
+    assert run(replace(laboratory, prompts=prompts), settings(out), CONFIG, Console(file=StringIO())) == 0
     texts = {
         "p0": "    return 1\n\ndef g(): pass",
         "p1": "<think>x</think>So:\n```python\ndef f():\n    return 2\n```\n",
@@ -88,4 +88,4 @@ def test_the_command_prints_the_files_and_refuses_other_runs(done, tmp_path, cap
 
 
 def test_formats_are_those_of_datasets():
-    assert set(FORMATS) <= {one.source for one in DATASETS.values()}
+    assert set(FORMATS) <= {dataset.source for dataset in DATASETS.values()}

@@ -21,20 +21,22 @@ def frame(*rows):
 
 def test_throughput_latencies_and_goodput_by_hand():
     """Two segments: seconds from the first arrival to the last token, summed; time between segments does not count."""
-    found = summarise(
+    summary = summarise(
         frame(
             ("a", 0, 0.0, 0.5, 1.0, 3.0, 5), ("a", 0, 1.0, 1.0, 3.0, 4.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.0, 1),
         ),
         ["a"], ttft_bound=2.0, tpot_bound=0.5,
     )["a"]  # fmt: skip
-    assert (found["requests"], found["tokens"], found["seconds"]) == (3, 8, 6.0)
-    assert found["tokens_per_second"] == pytest.approx(8 / 6)
-    assert found["goodput"] == pytest.approx(2 / 6)  # the second's later token came 1 s after its first
-    assert found["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
-    assert found["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
-    assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
-    assert found["tpot"]["mean"] == found["tpot"]["p50"] == pytest.approx((0.5 + 1.0) / 2)  # the third has one token
-    assert np.isnan(found["speedup"]["mean"])  # no baseline
+    assert (summary["requests"], summary["tokens"], summary["seconds"]) == (3, 8, 6.0)
+    assert summary["tokens_per_second"] == pytest.approx(8 / 6)
+    assert summary["goodput"] == pytest.approx(2 / 6)  # the second's later token came 1 s after its first
+    assert summary["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
+    assert summary["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
+    assert summary["ttft"]["p50"] == 2.0 and summary["ttft"]["mean"] == pytest.approx(5 / 3)
+    assert (
+        summary["tpot"]["mean"] == summary["tpot"]["p50"] == pytest.approx((0.5 + 1.0) / 2)
+    )  # the third has one token
+    assert np.isnan(summary["speedup"]["mean"])  # no baseline
 
 
 def test_the_share_of_the_roofline_is_a_ratio_of_sums_over_requests():
@@ -43,9 +45,9 @@ def test_the_share_of_the_roofline_is_a_ratio_of_sums_over_requests():
     assert np.isnan(older["roofline_share"]["mean"]) and np.isnan(older["memory_bound_share"])
     least = {"least_seconds": [1.0, 1.0, 2.0], "read_seconds": [1.0, 0.0, 2.0]}
     measured = rows.assign(**least, forward_seconds=[2.0, 4.0, 10.0])
-    found = summarise(measured, ["a"], 1, 1)["a"]
-    assert found["roofline_share"]["mean"] == 4 / 16 and np.isnan(found["roofline_share"]["low"]), "two segments"
-    assert found["memory_bound_share"] == 3 / 4
+    figures = summarise(measured, ["a"], 1, 1)["a"]
+    assert figures["roofline_share"]["mean"] == 4 / 16 and np.isnan(figures["roofline_share"]["low"]), "two segments"
+    assert figures["memory_bound_share"] == 3 / 4
     mixed = summarise(measured.assign(least_seconds=[1.0, None, None]), ["a"], 1, 1)["a"]
     assert mixed["roofline_share"]["mean"] == 0.5, "segments that an older version served are left out"
 
@@ -58,27 +60,27 @@ def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
 
 def test_requests_without_a_further_token_have_no_time_per_further_token_and_are_within_its_bound():
     rows = frame(("a", 0, 0.0, 0.0, 1.0, 1.0, 1), ("a", 0, 0.0, 0.0, 1.0, 1.0, 0), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
-    found = summarise(rows, ["a"], ttft_bound=1, tpot_bound=1)["a"]
-    assert set(found["tpot"].values()) == {3.0}
-    assert found["goodput"] == pytest.approx(2 / 4)
+    figures = summarise(rows, ["a"], ttft_bound=1, tpot_bound=1)["a"]
+    assert set(figures["tpot"].values()) == {3.0}
+    assert figures["goodput"] == pytest.approx(2 / 4)
     alone = summarise(rows[:2], ["a"], ttft_bound=1, tpot_bound=1)["a"]
     assert np.isnan(list(alone["tpot"].values())).all() and alone["goodput"] == pytest.approx(2 / 1)
 
 
-def pair(base, own):
+def pair(base, drafted):
     """Segments of one request each: (seconds, tokens) of the baseline and of an arm."""
-    rows = [("draft", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(own)]
+    rows = [("draft", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(drafted)]
     rows += [("baseline", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(base)]
     return frame(*rows)
 
 
 def test_the_speed_up_is_a_ratio_of_sums_over_the_baseline_paired_by_segments():
-    base, own = [(10.0, 20), (2.0, 20), (6.0, 20)], [(4.0, 20), (2.0, 20), (3.0, 20)]
-    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
-    speedup = found["draft"]["speedup"]
+    base, drafted = [(10.0, 20), (2.0, 20), (6.0, 20)], [(4.0, 20), (2.0, 20), (3.0, 20)]
+    summary = summarise(pair(base, drafted), ["draft", "baseline"], 1, 1)
+    speedup = summary["draft"]["speedup"]
     assert speedup["mean"] == pytest.approx(18 / 9) != pytest.approx(np.mean([10 / 4, 2 / 2, 6 / 3]))
     assert np.isnan(speedup["low"]) and np.isnan(speedup["high"]), "three segments"
-    assert np.isnan(list(found["baseline"]["speedup"].values())).all()  # as in the benchmark's table
+    assert np.isnan(list(summary["baseline"]["speedup"].values())).all()  # as in the benchmark's table
     doubled = summarise(
         pair([(20.0, 20), (4.0, 20), (12.0, 20)], [(8.0, 20), (4.0, 20), (6.0, 20)]), ["draft", "baseline"], 1, 1
     )
@@ -86,28 +88,30 @@ def test_the_speed_up_is_a_ratio_of_sums_over_the_baseline_paired_by_segments():
 
 
 def test_where_outputs_differ_in_length_the_speed_up_is_still_the_ratio_of_tokens_per_second():
-    found = summarise(pair([(10.0, 10), (4.0, 8)], [(4.0, 20), (1.0, 2)]), ["draft", "baseline"], 1, 1)
-    assert found["draft"]["speedup"]["mean"] == pytest.approx((22 / 5) / (18 / 14))
-    speeds = [found[arm]["tokens_per_second"] for arm in ("draft", "baseline")]
-    assert found["draft"]["speedup"]["mean"] == pytest.approx(speeds[0] / speeds[1])
+    summary = summarise(pair([(10.0, 10), (4.0, 8)], [(4.0, 20), (1.0, 2)]), ["draft", "baseline"], 1, 1)
+    assert summary["draft"]["speedup"]["mean"] == pytest.approx((22 / 5) / (18 / 14))
+    speeds = [summary[arm]["tokens_per_second"] for arm in ("draft", "baseline")]
+    assert summary["draft"]["speedup"]["mean"] == pytest.approx(speeds[0] / speeds[1])
 
 
 def test_the_speed_up_is_the_one_of_the_benchmark_for_the_same_tokens_and_seconds():
-    base, own = [(10.0, 10), (4.0, 8), (3.0, 7)] * 3, [(4.0, 20), (1.0, 2), (2.0, 9)] * 3
+    base, drafted = [(10.0, 10), (4.0, 8), (3.0, 7)] * 3, [(4.0, 20), (1.0, 2), (2.0, 9)] * 3
     columns = ["arm", "group", "request", "decode_seconds", "decode_tokens", "finish"]
     rows = [
-        (arm, n, n, *one, "length") for arm, each in (("draft", own), ("baseline", base)) for n, one in enumerate(each)
+        (arm, n, n, *numbers, "length")
+        for arm, each in (("draft", drafted), ("baseline", base))
+        for n, numbers in enumerate(each)
     ]
     expected = speedup(pd.DataFrame(rows, columns=columns), "draft")
-    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
-    assert tuple(found["draft"]["speedup"].values()) == pytest.approx(expected)
+    summary = summarise(pair(base, drafted), ["draft", "baseline"], 1, 1)
+    assert tuple(summary["draft"]["speedup"].values()) == pytest.approx(expected)
 
 
 def test_a_segment_without_tokens_does_not_undo_the_others():
     """A constraint may end every request of a segment before its first step."""
-    found = summarise(pair([(10.0, 10), (0.0, 0)], [(5.0, 10), (0.0, 0)]), ["draft", "baseline"], 1, 1)
-    assert found["draft"]["speedup"]["mean"] == pytest.approx(2.0)
-    assert found["draft"]["tokens_per_second"] == pytest.approx(2.0)
+    summary = summarise(pair([(10.0, 10), (0.0, 0)], [(5.0, 10), (0.0, 0)]), ["draft", "baseline"], 1, 1)
+    assert summary["draft"]["speedup"]["mean"] == pytest.approx(2.0)
+    assert summary["draft"]["tokens_per_second"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +120,8 @@ def test_a_segment_without_tokens_does_not_undo_the_others():
 def test_the_verdict_is_that_of_a_benchmark_segment_by_segment(slow, load, word):
     rows = pair([(2.0 + n % 3 / 50, 20) for n in range(9)], [(slow if n == 4 else 1.0, 20) for n in range(9)])
     manifest = {"threads": 2, "machine": {"cores": 2}, "config": {}}
-    found = serving_verdict(rows.assign(other_cores=load), manifest)
-    assert found.word == word and (slow == 1.0 or "segment 4 of draft" in found.reasons[0])
+    judged = serving_verdict(rows.assign(other_cores=load), manifest)
+    assert judged.word == word and (slow == 1.0 or "segment 4 of draft" in judged.reasons[0])
     assert any("not recorded" in reason for reason in serving_verdict(rows, manifest).reasons)
     few = serving_verdict(rows[rows["segment"] < 3].assign(other_cores=0.0), manifest)
     assert few.word == "doubtful" and "3 segments" in few.reasons[0]

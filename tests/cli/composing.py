@@ -22,13 +22,13 @@ def remember_compositions() -> None:
     ConfigLoaderImpl.load_configuration = remembered
 
 
-def compose(place: Path, arguments: list[str]) -> None:
+def compose(folder: Path, arguments: list[str]) -> None:
     """Compose every job of a sweep in the new directory ``place``, and run none."""
     from spec_lab.cli import main
 
-    place.mkdir()
+    folder.mkdir()
     before = os.getcwd()
-    os.chdir(place)
+    os.chdir(folder)
     job, main.job, sys.argv = main.job, lambda _: None, ["spec-lab", *arguments]
     with suppress(SystemExit), open(os.devnull, "w") as nowhere:
         sys.stdout = sys.stderr = nowhere

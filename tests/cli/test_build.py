@@ -128,8 +128,8 @@ def plugin(tmp_path, monkeypatch):
     ],
 )
 def test_an_error_in_a_constructor_names_the_part_the_error_and_the_line(plugin, line, said):
-    found = plugin(f"def make():\n    {line}\n")
-    assert said in found and "(PLUGIN.py:2, in make)" in found
+    package = plugin(f"def make():\n    {line}\n")
+    assert said in package and "(PLUGIN.py:2, in make)" in package
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_an_error_in_a_constructor_names_the_part_the_error_and_the_line(plugin,
 )
 @pytest.mark.parametrize("part", ["proposer", "verifier"])
 def test_a_module_that_cannot_be_imported_is_named_with_the_line(plugin, text, said, part):
-    found = plugin(text, part)
-    assert said in found and "PLUGIN.py:" in found
+    package = plugin(text, part)
+    assert said in package and "PLUGIN.py:" in package
 
 
 def test_a_property_that_raises_is_named_with_the_line(plugin):
@@ -154,8 +154,8 @@ def test_a_property_that_raises_is_named_with_the_line(plugin):
 
 
 def test_a_wrong_attribute_is_named_with_the_line_of_its_class(plugin):
-    found = plugin("from spec_lab.verify import Token\n\n\nclass make(Token):\n    name = 3\n", "verifier")
-    assert "make.name must be a string, not 3 (PLUGIN.py:4)" in found
+    package = plugin("from spec_lab.verify import Token\n\n\nclass make(Token):\n    name = 3\n", "verifier")
+    assert "make.name must be a string, not 3 (PLUGIN.py:4)" in package
 
 
 def test_prompts_that_are_something_else_are_refused(plugin):

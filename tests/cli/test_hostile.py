@@ -24,10 +24,10 @@ def swept(tmp_path_factory):
     sweep.plan(folder, [[f"seed={seed}"] for seed in (1, 2, 3)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
-        for one in sweep.runs(folder):
-            options = settings(one.folder, overrides=one.overrides, max_new_tokens=4)
+        for each_run in sweep.runs(folder):
+            options = settings(each_run.folder, overrides=each_run.overrides, max_new_tokens=4)
             assert run(lab(TEXTS[:2]), options, {"name": "toy"}) == 0
-            sweep.end(one.folder, one.overrides, "abc", 0, 1.0)
+            sweep.end(each_run.folder, each_run.overrides, "abc", 0, 1.0)
     return folder
 
 
@@ -42,14 +42,14 @@ def given(swept, tmp_path):
 @pytest.fixture
 def call(capsys):
     def carry_out(*arguments) -> tuple[int, str, str]:
-        code = command([str(one) for one in arguments], Console(markup=False, width=200))
+        code = command([str(argument) for argument in arguments], Console(markup=False, width=200))
         return code, *capsys.readouterr()
 
     return carry_out
 
 
 def mine(given) -> list[tuple[str, str]]:
-    return [(one.name, one.read_text()) for one in sorted((given.parent / "mine").iterdir())]
+    return [(path.name, path.read_text()) for path in sorted((given.parent / "mine").iterdir())]
 
 
 def link(file, given, to="file") -> None:
@@ -85,7 +85,7 @@ def test_parts_are_neither_written_nor_removed_through_a_link(given):
     for act in (lambda: load(out), Recorder(out).gather, lambda: Recorder(out).write(1, [{"group": 1}], [], [])):
         with pytest.raises(ValueError, match="parts is a symlink"):
             act()
-    assert {one.name for one in (given.parent / "mine").iterdir()} == {"file", "requests-000000.parquet"}
+    assert {path.name for path in (given.parent / "mine").iterdir()} == {"file", "requests-000000.parquet"}
 
 
 def test_a_lock_that_is_not_a_regular_file_is_refused_and_the_other_runs_are_read(given, call):
@@ -93,7 +93,7 @@ def test_a_lock_that_is_not_a_regular_file_is_refused_and_the_other_runs_are_rea
     (given / "seed=2" / ".lock").mkdir()
     with pytest.raises(OSError, match="regular file"), sweep.holding(given / "seed=1"):
         pass
-    assert [bool(one.unreadable) for one in sweep.runs(given)] == [True, True, False]
+    assert [bool(each_run.unreadable) for each_run in sweep.runs(given)] == [True, True, False]
     assert mine(given) == [("file", "mine")]
 
 

@@ -29,11 +29,11 @@ def tiny(tmp_path_factory):
     return checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
 
 
-def interrupted_at(module: str, place: Path, *arguments: str) -> subprocess.CompletedProcess:
+def interrupted_at(module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Run the command line in a process that receives SIGINT while it imports a module."""
     command = [sys.executable, "-c", AT_IMPORT.format(module=module), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.one_in(5)

@@ -65,10 +65,10 @@ class ForkServer:
         self.pipe.send(what)
         return self.pipe.recv()
 
-    def start(self, place: Path, arguments: list[str], **how) -> int:
+    def start(self, folder: Path, arguments: list[str], **how) -> int:
         """Start a child in the directory ``place``; returns its process number. ``how`` is explained at ``_child``."""
-        place.mkdir(exist_ok=True)
-        return self.ask("start", place, arguments, how)
+        folder.mkdir(exist_ok=True)
+        return self.ask("start", folder, arguments, how)
 
     def wait(self, child: int) -> int:
         """Wait for a child; returns its exit code, or minus the signal that ended it."""
@@ -124,7 +124,7 @@ def _serve(pipe: Connection) -> None:
                     pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tuple[int, str] | None = None) -> None:
+def _child(folder: Path, arguments: list[str], patience: float = 1.0, moment: tuple[int, str] | None = None) -> None:
     """Run the command line in ``place``; its output goes to ``output.txt`` there.
 
     Args:
@@ -136,7 +136,7 @@ def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tup
     from spec_lab.cli import main
 
     signal.alarm(120)
-    os.chdir(place)
+    os.chdir(folder)
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -201,8 +201,8 @@ def without_times(tables: Tables) -> Tables:
     return {name: frame.drop(columns=TIMES[name], errors="ignore") for name, frame in tables.items()}
 
 
-def assert_same(found: Tables, expected: Tables) -> None:
-    for name, frame in found.items():
+def assert_same(tables: Tables, expected: Tables) -> None:
+    for name, frame in tables.items():
         if len(frame):
             assert_frame_equal(frame, expected[name], check_exact=True)
         else:  # a table of a run without rows lacks the optional columns
@@ -219,24 +219,24 @@ def check(swept: Path, reference: dict[str, Tables], seen: dict[str, Tables], li
     if not sweep.is_sweep(swept):
         assert not seen
         return False
-    found = sweep.runs(swept)
-    assert [one.folder.name for one in found] == list(reference)
-    for one in found:
-        name, tables = one.folder.name, rows(one.folder)
+    swept_runs = sweep.runs(swept)
+    assert [run.folder.name for run in swept_runs] == list(reference)
+    for run in swept_runs:
+        name, tables = run.folder.name, rows(run.folder)
         groups = set(tables["requests"]["group"])
-        assert one.state in ({"done", "pending", "running"} if living else {"done", "pending"}), one
-        assert one.state != "done" or groups == set(reference[name]["requests"]["group"])
-        assert living or one.groups == len(groups)
+        assert run.state in ({"done", "pending", "running"} if living else {"done", "pending"}), run
+        assert run.state != "done" or groups == set(reference[name]["requests"]["group"])
+        assert living or run.groups == len(groups)
         assert_same(without_times(tables), without_times(of_groups(reference[name], groups)))
         if name in seen:
             assert_same(of_groups(tables, set(seen[name]["requests"]["group"])), seen[name])
         seen[name] = tables
-    return all(one.state == "done" for one in found)
+    return all(run.state == "done" for run in swept_runs)
 
 
 def check_end(swept: Path, reference: dict[str, Tables]) -> None:
     """Check that the sweep is complete and that the kills left nothing behind."""
-    assert {one.state for one in sweep.runs(swept)} == {"done"}
+    assert {run.state for run in sweep.runs(swept)} == {"done"}
     for name, tables in reference.items():
         folder = swept / name
         for table, frame in tables.items():
@@ -247,7 +247,7 @@ def check_end(swept: Path, reference: dict[str, Tables]) -> None:
         groups = tables["requests"]["group"].nunique()
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["groups"] == groups
-        assert {arm: one["requests"] for arm, one in summary["arms"].items()} == {
+        assert {arm: arm_summary["requests"] for arm, arm_summary in summary["arms"].items()} == {
             arm: group["request"].nunique() for arm, group in tables["requests"].groupby("arm")
         }
     table = sweep.collect(swept)
@@ -257,14 +257,16 @@ def check_end(swept: Path, reference: dict[str, Tables]) -> None:
     expected = [
         reference[run]["requests"].query("arm == @arm") for run, arm in zip(table["run"], table["arm"], strict=True)
     ]
-    assert table["tokens"].tolist() == [int((one["prefill_tokens"] + one["decode_tokens"]).sum()) for one in expected]
+    assert table["tokens"].tolist() == [
+        int((requests["prefill_tokens"] + requests["decode_tokens"]).sum()) for requests in expected
+    ]
 
 
-def never_killed(fork_server: ForkServer, place: Path, arguments: list[str]) -> dict[str, Tables]:
+def never_killed(fork_server: ForkServer, folder: Path, arguments: list[str]) -> dict[str, Tables]:
     """The rows of each run of an undisturbed sweep."""
-    child = fork_server.start(place, arguments)
-    assert fork_server.wait(child) == 0, (place / "output.txt").read_text()
-    return {one.folder.name: rows(one.folder) for one in sweep.runs(place / "swept")}
+    child = fork_server.start(folder, arguments)
+    assert fork_server.wait(child) == 0, (folder / "output.txt").read_text()
+    return {run.folder.name: rows(run.folder) for run in sweep.runs(folder / "swept")}
 
 
 # Kills -------------------------------------------------------------------------------------------------------------
@@ -276,27 +278,27 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(fork_serve
     draft = f"proposer.path={zoo / 'draft'}"
     arguments = options(zoo, "proposer=draft_chain", draft, "proposer.depth=1,3", "seed=1,2")
     reference = never_killed(fork_server, tmp_path / "reference", arguments)
-    one_run = min(one.seconds for one in sweep.runs(tmp_path / "reference" / "swept"))  # the first is slower
-    assert all(len(one["requests"]) == 2 * GROUPS for one in reference.values())
+    one_run = min(run.seconds for run in sweep.runs(tmp_path / "reference" / "swept"))  # the first is slower
+    assert all(len(tables["requests"]) == 2 * GROUPS for tables in reference.values())
     generator, hits, sweeps, broken_off = random.Random(0), 0, 0, 0
     while hits < kills or broken_off <= kills // 10:  # some kills must fall into runs, not only between them
         assert hits < 5 * kills
-        place, seen, children, done = tmp_path / str(sweeps), {}, [], False
+        folder, seen, children, done = tmp_path / str(sweeps), {}, [], False
         while not done:
             while len(children) < 2:  # two workers, or a restarted launcher and an orphan
-                children.append(fork_server.start(place, arguments, patience=generator.choice([0.0, 1.0])))
+                children.append(fork_server.start(folder, arguments, patience=generator.choice([0.0, 1.0])))
             time.sleep(generator.uniform(0, generator.choice([1, 2]) * one_run))
             one_run *= 1.02  # so the test ends on a machine that has become slower
             for _ in range(generator.choice([1, 2])):
                 hits += fork_server.kill(children.pop(generator.randrange(len(children))))
-            done = check(place / "swept", reference, seen, living=bool(children))
+            done = check(folder / "swept", reference, seen, living=bool(children))
             one_run *= 0.8 if done else 1.0  # and kills are not too late on one that has become faster
             broken_off += any(0 < tables["requests"]["group"].nunique() < GROUPS for tables in seen.values())
         for child in children:
             hits += fork_server.kill(child)
-        assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
-        check(place / "swept", reference, seen, living=False)
-        check_end(place / "swept", reference)
+        assert fork_server.wait(fork_server.start(folder, arguments)) == 0, (folder / "output.txt").read_text()
+        check(folder / "swept", reference, seen, living=False)
+        check_end(folder / "swept", reference)
         sweeps += 1
     print(f"{hits} kills in {sweeps} sweeps; after {broken_off} checks a run was broken off")
 
@@ -310,15 +312,15 @@ def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_comm
     kills = {}
     for when in ("half", "after"):
         for kills[when], number in enumerate(count(1, stride)):
-            place, seen = tmp_path / f"{when}-{number}", {}
-            ended = fork_server.wait(fork_server.start(place, arguments, moment=(number, when)))
+            folder, seen = tmp_path / f"{when}-{number}", {}
+            ended = fork_server.wait(fork_server.start(folder, arguments, moment=(number, when)))
             if ended == 0:
                 break  # no more changes
-            assert ended == -signal.SIGKILL, (place / "output.txt").read_text()
-            check(place / "swept", reference, seen, living=False)
-            assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
-            check(place / "swept", reference, seen, living=False)
-            check_end(place / "swept", reference)
+            assert ended == -signal.SIGKILL, (folder / "output.txt").read_text()
+            check(folder / "swept", reference, seen, living=False)
+            assert fork_server.wait(fork_server.start(folder, arguments)) == 0, (folder / "output.txt").read_text()
+            check(folder / "swept", reference, seen, living=False)
+            check_end(folder / "swept", reference)
     written = 1 + 2 + 4 + 4 + 1 + 1  # sweep.json, manifest (twice), a group's parts, tables, summary, ended.json
     removed = 4 + 1 + 1  # parts, their folder, the lock
     assert kills["half"] == ceil(written / stride)
@@ -331,14 +333,14 @@ def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_comm
 class Launcher:
     """``python -m spec_lab --multirun`` with the joblib launcher and two workers, in a process group of its own."""
 
-    def __init__(self, place: Path, arguments: list[str]) -> None:
-        place.mkdir(exist_ok=True)
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        folder.mkdir(exist_ok=True)
         joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-        self.swept = place / "swept"
+        self.swept = folder / "swept"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spec_lab", *arguments, *joblib],
             env=os.environ | {"PYTHONPATH": str(ROOT), "GIT_DIR": "/nowhere", "OMP_NUM_THREADS": "1"},
-            cwd=place,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -349,11 +351,11 @@ class Launcher:
         """The processes that hold a run's lock."""
         ours = {file.stat().st_ino for file in self.swept.glob("*/.lock")}
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        return [int(one[4]) for one in locks if one[1] == "FLOCK" and int(one[5].rpartition(":")[2]) in ours]
+        return [int(lock[4]) for lock in locks if lock[1] == "FLOCK" and int(lock[5].rpartition(":")[2]) in ours]
 
     def groups(self) -> dict[str, int]:
-        found = sweep.runs(self.swept) if sweep.is_sweep(self.swept) else []
-        return {one.folder.name: one.groups for one in found if one.state == "running"}
+        runs = sweep.runs(self.swept) if sweep.is_sweep(self.swept) else []
+        return {run.folder.name: run.groups for run in runs if run.state == "running"}
 
     def until_two_get_on(self) -> list[int]:
         """Wait until each of two workers has finished another group; returns their process numbers."""
@@ -380,39 +382,39 @@ def launch():
         return begun[-1]
 
     yield start
-    for one in begun:
-        one.close()
+    for launched in begun:
+        launched.close()
 
 
 @pytest.mark.nightly
 def test_killed_workers_and_launchers_of_joblib_lose_nothing(fork_server, zoo, tmp_path, launch):
     arguments = options(zoo, "proposer=ngram", "baseline=false", f"prompts.path={zoo / 'many.jsonl'}", "seed=1,2,3")
     reference, seen = never_killed(fork_server, tmp_path / "reference", arguments), {}
-    place = tmp_path / "killed"
+    folder = tmp_path / "killed"
 
-    first = launch(place, arguments)
+    first = launch(folder, arguments)
     os.kill(first.until_two_get_on()[0], signal.SIGKILL)
     output, _ = first.process.communicate(timeout=100)
     assert first.process.returncode == 1
     assert "A worker process managed by the executor was unexpectedly terminated" in output
-    check(place / "swept", reference, seen, living=False)
+    check(folder / "swept", reference, seen, living=False)
 
-    second = launch(place, arguments)
+    second = launch(folder, arguments)
     orphan, _ = second.until_two_get_on()
     second.process.kill()
     second.process.wait()
-    newcomer = fork_server.start(place, arguments, patience=0.0)  # while two orphans still run
-    check(place / "swept", reference, seen, living=True)
+    newcomer = fork_server.start(folder, arguments, patience=0.0)  # while two orphans still run
+    check(folder / "swept", reference, seen, living=True)
     with suppress(ProcessLookupError):
         os.kill(orphan, signal.SIGKILL)
-    check(place / "swept", reference, seen, living=True)
+    check(folder / "swept", reference, seen, living=True)
     assert fork_server.wait(newcomer) in (0, 1)  # 1 if an orphan holds a run
-    assert "Traceback" not in (place / "output.txt").read_text()
+    assert "Traceback" not in (folder / "output.txt").read_text()
     deadline = time.monotonic() + 60
     while second.workers():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    check(place / "swept", reference, seen, living=False)
-    assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
-    check(place / "swept", reference, seen, living=False)
-    check_end(place / "swept", reference)
+    check(folder / "swept", reference, seen, living=False)
+    assert fork_server.wait(fork_server.start(folder, arguments)) == 0, (folder / "output.txt").read_text()
+    check(folder / "swept", reference, seen, living=False)
+    check_end(folder / "swept", reference)

@@ -71,9 +71,11 @@ def options() -> list[Path]:
 @pytest.mark.parametrize("file", options(), ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    for one in config.pop("defaults", ()):  # a file of the same group; of a hybrid, its parts, which are given to it
-        if isinstance(one, str) and one != "_self_":
-            config = OmegaConf.to_container(OmegaConf.load(file.with_stem(one)), resolve=False) | config
+    for default in config.pop(
+        "defaults", ()
+    ):  # a file of the same group; of a hybrid, its parts, which are given to it
+        if isinstance(default, str) and default != "_self_":
+            config = OmegaConf.to_container(OmegaConf.load(file.with_stem(default)), resolve=False) | config
     signature = inspect.signature(get_object(config.pop("_target_")))
     live = {
         "proposer": {*GIVEN, "parts", "inner", "verifier"} & set(signature.parameters),
@@ -171,10 +173,10 @@ def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
     code, output, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
     assert code == 0, errors
     assert output.rstrip().endswith("here")
-    found = json.loads((tmp_path / "here" / file).read_text())
+    data = json.loads((tmp_path / "here" / file).read_text())
     if name == "certify_all":
         shipped = {file.stem for file in Path(conf()).glob("verifier/*.yaml")}
-        assert {pair["verifier"] for pair in found["pairs"]} == shipped
+        assert {pair["verifier"] for pair in data["pairs"]} == shipped
     assert list(tmp_path.glob("here/figures/*.png"))
     assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
 
@@ -399,8 +401,8 @@ def test_aliases_that_stand_for_too_many_values_are_refused_before_they_are_expa
         file = tmp_path / "own" / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(bomb if file.stem == "bomb" else "defaults: [bomb]")
-    flags = [one for one in given if one.startswith("--")]
-    chosen = [one for one in given if not one.startswith("--")]
+    flags = [argument for argument in given if argument.startswith("--")]
+    chosen = [argument for argument in given if not argument.startswith("--")]
     code, _, errors = cli(*(given if "explain" in given else [*flags, *tiny, "output_dir=here", *chosen]))
     assert code == 1 and "bomb.yaml is not read: its aliases stand for more than 20000 values" in errors
     assert errors.count("spec_lab: ") == 1 and not (tmp_path / "here").exists()
@@ -481,13 +483,13 @@ def test_decisions_of_a_policy_are_written_and_repeated_by_another_run(cli, tiny
     assert cli(*tiny, *warm, "policy=heuristic", "policy.start=1", "output_dir=first")[0] == 0
     first = pd.read_parquet(tmp_path / "first" / "steps.parquet").sort_values("id", ignore_index=True)
     decisions = first.loc[first["arm"] == "speculative", "policy"].map(json.loads)
-    assert {one["depth"] for one in decisions} > {1}
+    assert {decision["depth"] for decision in decisions} > {1}
     assert first.loc[first["arm"] == "baseline", "policy"].isna().all()
     assert json.loads((tmp_path / "first" / "manifest.json").read_text())["proposers"]["speculative"]["policy"] == {
         "name": "heuristic", "start": 1.0, "up": 2.0, "down": 1.0, "most": 20,
     }  # fmt: skip
     decided = json.loads((tmp_path / "first" / "summary.json").read_text())["arms"]["speculative"]["decisions"]
-    counts = Counter(one["depth"] for one in decisions[~first.loc[first["arm"] == "speculative", "prefill"]])
+    counts = Counter(decision["depth"] for decision in decisions[~first.loc[first["arm"] == "speculative", "prefill"]])
     most, times = counts.most_common(1)[0]
     assert decided.startswith(f"heuristic, depth {most} in {times} of {counts.total()} steps")
     code, _, errors = cli(*tiny, *warm, "policy=recorded", "policy.path=first", "output_dir=second")

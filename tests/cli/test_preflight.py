@@ -18,8 +18,8 @@ def sweep_of(cli, monkeypatch, tmp_path):
 
     def call(*options: str) -> tuple[int, str, set[str]]:
         code, output, errors = cli("--multirun", *options, "output_dir=swept")
-        found = sweep.runs(tmp_path / "swept") if sweep.is_sweep(tmp_path / "swept") else []
-        return code, output + errors, {" ".join(one.overrides) for one in found}
+        runs = sweep.runs(tmp_path / "swept") if sweep.is_sweep(tmp_path / "swept") else []
+        return code, output + errors, {" ".join(run.overrides) for run in runs}
 
     return call
 
@@ -40,9 +40,9 @@ def sweep_of(cli, monkeypatch, tmp_path):
     ],
 )
 def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
-    code, output, found = sweep_of(option)
+    code, output, planned = sweep_of(option)
     assert code == 0, output
-    assert found == runs
+    assert planned == runs
 
 
 @pytest.mark.parametrize("jobs", [0, 10**20, "null", "1e400", "true", "abc", "1.5"])

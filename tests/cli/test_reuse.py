@@ -107,11 +107,11 @@ def _each_in_a_fork(folder: Path, orders: dict[str, list[str]]) -> None:
     options = ["--multirun", *COMMON, f"hydra.searchpath=[file://{folder / 'conf'}]"]
     remember_compositions()
     compose(folder / f"composed-{'-'.join(orders)}", [*options, f"+experiment={','.join(RUNS)}"])
-    for place, order in orders.items():
+    for name, order in orders.items():
         if not (child := os.fork()):
             try:
-                (folder / place).mkdir()
-                os.chdir(folder / place)
+                (folder / name).mkdir()
+                os.chdir(folder / name)
                 _sweep(options, order)
             finally:
                 os._exit(0)
@@ -141,14 +141,14 @@ def _sweep(options: list[str], order: list[str]) -> None:
     Path("left.json").write_text(json.dumps(dict(zip(["nothing", *order], notes, strict=True))))
 
 
-def rows(place: Path, name: str) -> metrics.Tables:
-    (run,) = [one for one in sweep.runs(place / "swept") if f"+experiment={name}" in one.overrides]
+def rows(folder: Path, name: str) -> metrics.Tables:
+    (run,) = [run for run in sweep.runs(folder / "swept") if f"+experiment={name}" in run.overrides]
     assert run.state == "done", run.error
     return metrics.load(run.folder)
 
 
-def left(place: Path) -> dict[str, dict]:
-    return json.loads((place / "left.json").read_text())
+def left(folder: Path) -> dict[str, dict]:
+    return json.loads((folder / "left.json").read_text())
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -159,15 +159,15 @@ def test_a_run_writes_the_same_rows_whatever_ran_before_it(places, name, order, 
     alone, shared = rows(places / name, name), rows(places / order, name)
     assert len(alone.requests) == 4
     for table, times in TIMES.items():
-        expected, found = getattr(alone, table).drop(columns=times), getattr(shared, table).drop(columns=times)
-        assert_frame_equal(found, expected, check_exact=True)
+        expected, shared_rows = getattr(alone, table).drop(columns=times), getattr(shared, table).drop(columns=times)
+        assert_frame_equal(shared_rows, expected, check_exact=True)
 
 
 def test_the_runs_are_not_all_alike(places):
     """Otherwise a leak would not be visible."""
     tables = [rows(places / name, name) for name in RUNS if name != "fails"]
-    assert len({str(one.requests["tokens"].tolist()) for one in tables}) >= 5
-    assert len({len(one.steps) for one in tables}) >= 3
+    assert len({str(table.requests["tokens"].tolist()) for table in tables}) >= 5
+    assert len({len(table.steps) for table in tables}) >= 3
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -181,7 +181,7 @@ def test_a_run_changes_the_process_no_more_than_a_fresh_one(places, name, order,
 
 
 def test_a_failed_run_is_reported_and_the_next_ones_run(places):
-    for place in ("fails", "forth"):
-        states = {one.overrides[0]: one.state for one in sweep.runs(places / place / "swept")}
+    for name in ("fails", "forth"):
+        states = {run.overrides[0]: run.state for run in sweep.runs(places / name / "swept")}
         assert states.pop("+experiment=fails") == "failed"
         assert set(states.values()) <= {"done"}

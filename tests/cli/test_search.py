@@ -76,7 +76,7 @@ def trials(folder: Path, objective: str = "tokens_per_second") -> list:
 
 
 def complete(folder: Path) -> list:
-    return [one for one in trials(folder) if one.state is TrialState.COMPLETE]
+    return [trial for trial in trials(folder) if trial.state is TrialState.COMPLETE]
 
 
 def folder_of(trial, folder: Path) -> Path:
@@ -96,20 +96,20 @@ def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_
     some = [*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=6"]
     code, output, errors = cli(*some)
     assert code == 0, errors
-    found = complete(tmp_path / "swept")
-    assert len(found) == len(trials(tmp_path / "swept")) == 6
-    assert {len(one.params) for one in found} == {2}
+    completion = complete(tmp_path / "swept")
+    assert len(completion) == len(trials(tmp_path / "swept")) == 6
+    assert {len(trial.params) for trial in completion} == {2}
 
-    for one in found:
+    for trial in completion:
         assert (
-            one.value
-            == json.loads((folder_of(one, tmp_path / "swept") / "summary.json").read_text())["tokens_per_second"]
+            trial.value
+            == json.loads((folder_of(trial, tmp_path / "swept") / "summary.json").read_text())["tokens_per_second"]
         )
     assert {run.folder for run in sweep.runs(tmp_path / "swept")} == {
-        folder_of(one, tmp_path / "swept") for one in found
+        folder_of(trial, tmp_path / "swept") for trial in completion
     }
 
-    best = max(found, key=lambda one: one.value)
+    best = max(completion, key=lambda completed: completed.value)
     written = yaml.safe_load((tmp_path / "swept" / "optimization_results.yaml").read_text())
     assert written == {"name": "optuna", "best_params": best.params, "best_value": best.value}
     last = output.splitlines()[-1]
@@ -124,7 +124,7 @@ def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_
     assert len(complete(tmp_path / "swept")) == len(trials(tmp_path / "swept")) == 8
     assert "best tokens_per_second of 8 trials" in output
     assert len(decoded) <= ran + 2 and all(files(tmp_path / "swept")[file] == at for file, at in before.items())
-    assert len({tuple(sorted(one.params.items())) for one in trials(tmp_path / "swept")}) > 6, (
+    assert len({tuple(sorted(trial.params.items())) for trial in trials(tmp_path / "swept")}) > 6, (
         "not the first ones again"
     )
 
@@ -145,7 +145,7 @@ def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, 
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     ended = {file.parent: files(file.parent) for file in tmp_path.glob("swept/*/ended.json")}
-    assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING]
+    assert [trial.state for trial in trials(tmp_path / "swept")] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING]
     code, output, errors = cli("state", "swept")
     assert code == 0 and "2 done, 1 pending" in output, errors
     stopped = sweep.runs(tmp_path / "swept")[2]
@@ -156,11 +156,11 @@ def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, 
     assert code == 0, errors
     assert len(complete(tmp_path / "swept")) == 6
     tried = trials(tmp_path / "swept")
-    assert [one.state for one in tried] == [TrialState.COMPLETE] * 2 + [TrialState.FAIL] + [TrialState.COMPLETE] * 4
+    assert [trial.state for trial in tried] == [TrialState.COMPLETE] * 2 + [TrialState.FAIL] + [TrialState.COMPLETE] * 4
     assert tried[3].params == tried[2].params, "it is tried again, and first"
     runs = sweep.runs(tmp_path / "swept")
-    assert {one.state for one in runs} == {"done"}
-    assert len(runs) == len({tuple(one.params.items()) for one in complete(tmp_path / "swept")})
+    assert {run.state for run in runs} == {"done"}
+    assert len(runs) == len({tuple(trial.params.items()) for trial in complete(tmp_path / "swept")})
     assert len(sweep.collect(tmp_path / "swept")) == len(runs)
     for folder, before in ended.items():
         assert files(folder) == before, "what had ended was not touched"
@@ -184,14 +184,14 @@ def test_a_value_not_recorded_before_a_kill_is_read_from_the_run(cli, tiny, tmp_
         code, _, errors = cli(*some)
     assert code == 130
     assert "The sweep in swept is not finished" not in errors, "printed at the process's end only"
-    assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE, TrialState.RUNNING]
+    assert [trial.state for trial in trials(tmp_path / "swept")] == [TrialState.COMPLETE, TrialState.RUNNING]
     ran = list(decoded)
     code, _, errors = cli(*some)
     assert code == 0, errors
     assert decoded[: len(ran)] == ran and len(decoded) <= len(ran) + 1
     assert len(complete(tmp_path / "swept")) == 3
     untold = trials(tmp_path / "swept")[1]
-    (again,) = [one for one in trials(tmp_path / "swept") if one.user_attrs.get("retries") == untold.number]
+    (again,) = [trial for trial in trials(tmp_path / "swept") if trial.user_attrs.get("retries") == untold.number]
     assert again.params == untold.params and again.value > 0
 
 
@@ -200,11 +200,11 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
     some = [*tiny, "proposer.depth=2,oops,3", "prompts.limit=1", "hydra.sweeper.n_trials=5"]
     code, output, errors = cli(*some)
     assert code == 1, "not all went well"
-    states = [one.state for one in trials(tmp_path / "swept")]
+    states = [trial.state for trial in trials(tmp_path / "swept")]
     assert len(states) == 5 and set(states) == {TrialState.COMPLETE, TrialState.FAIL}
-    failed = {one.params["proposer.depth"] for one in trials(tmp_path / "swept") if one.state is TrialState.FAIL}
+    failed = {trial.params["proposer.depth"] for trial in trials(tmp_path / "swept") if trial.state is TrialState.FAIL}
     assert failed == {"oops"}
-    (run,) = [one for one in sweep.runs(tmp_path / "swept") if one.state == "failed"]
+    (run,) = [run for run in sweep.runs(tmp_path / "swept") if run.state == "failed"]
     assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in run.error
     assert (
         "Traceback" not in errors and f"best tokens_per_second of {states.count(TrialState.COMPLETE)} trials" in output
@@ -215,22 +215,26 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
     assert len(trials(tmp_path / "swept")) == 5 and len(decoded) == ran, "what failed is a trial too"
     cli(*some, "retry=true")
     tried = trials(tmp_path / "swept")
-    assert [one.params for one in tried[5:]] == [one.params for one in tried[:5] if one.state is TrialState.FAIL]
-    assert {one.state for one in tried[5:]} == {TrialState.FAIL} and len(decoded) == ran
+    assert [trial.params for trial in tried[5:]] == [
+        trial.params for trial in tried[:5] if trial.state is TrialState.FAIL
+    ]
+    assert {trial.state for trial in tried[5:]} == {TrialState.FAIL} and len(decoded) == ran
 
 
 @pytest.mark.nightly
 def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     """Here another process held the run; the same holds for a job that failed on a cluster."""
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=4"]
-    given = [one.replace("false", "False") for one in some[1:] if not one.startswith(("proposer.depth", "hydra"))]
+    given = [
+        option.replace("false", "False") for option in some[1:] if not option.startswith(("proposer.depth", "hydra"))
+    ]
     other = tmp_path / "swept" / sweep.folder_name([*given, "proposer.depth=1"])
     other.mkdir(parents=True)
     with sweep.holding(other):
         cli(*some)
     assert len(trials(tmp_path / "swept")) == 4
-    left = [one for one in trials(tmp_path / "swept") if one.state is TrialState.FAIL]
-    assert left and {folder_of(one, tmp_path / "swept") for one in left} == {other}
+    left = [trial for trial in trials(tmp_path / "swept") if trial.state is TrialState.FAIL]
+    assert left and {folder_of(trial, tmp_path / "swept") for trial in left} == {other}
     code, _, errors = cli(*some)
     assert code == 0, errors
     assert len(complete(tmp_path / "swept")) == 4 and len(trials(tmp_path / "swept")) == 4 + len(left)
@@ -264,7 +268,11 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
 @pytest.mark.one_in(9)
 def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli, tiny, tmp_path, given, message):
     space = [] if given == ["proposer.depth=3"] else SPACE
-    others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
+    others = [
+        tiny_option
+        for tiny_option in tiny
+        if tiny_option.partition("=")[0] not in {option.partition("=")[0] for option in given}
+    ]
     code, _, errors = cli(*others, *space, *given)
     assert code == 1
     (line,) = errors.splitlines()
@@ -295,14 +303,14 @@ def test_a_damaged_journal_is_named_and_left_as_it_is(cli, tiny, tmp_path, text)
     ],
 )  # fmt: skip
 def test_intervals_hold_their_ends_and_ranges_end_before_theirs_as_in_a_sweep(given, low, high, options):
-    one = _distribution(OverridesParser.create().parse_override(f"x={given}"))
-    assert (one.low, one.high) == (low, high) and options.items() <= vars(one).items()
+    distribution = _distribution(OverridesParser.create().parse_override(f"x={given}"))
+    assert (distribution.low, distribution.high) == (low, high) and options.items() <= vars(distribution).items()
 
 
 def test_choices_are_written_as_in_a_sweep():
     override = OverridesParser.create().parse_override("x=1,2.5,true,null,a b,[1,2],'c,d'")
     choices = _distribution(override).choices
-    assert [f"x={one}" for one in choices] == [f"x={one}" for one in override.sweep_string_iterator()]
+    assert [f"x={choice}" for choice in choices] == [f"x={value}" for value in override.sweep_string_iterator()]
 
 
 def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files_unless_it_failed(tmp_path):
@@ -310,15 +318,18 @@ def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files
 
     def carry_out(job_overrides, initial_job_idx):
         asked.append((list(job_overrides), initial_job_idx))
-        return [JobReturn(status=JobStatus.FAILED if one is four else JobStatus.COMPLETED) for one in job_overrides]
+        return [
+            JobReturn(status=JobStatus.FAILED if override is four else JobStatus.COMPLETED)
+            for override in job_overrides
+        ]
 
-    one, two, three, four = (((f"seed={seed}", "output_dir=x")) for seed in (1, 2, 3, 4))
+    first, two, three, four = (((f"seed={seed}", "output_dir=x")) for seed in (1, 2, 3, 4))
     config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": {"objective": "tau_pooled"}}})
-    for run, value in ((one, 3.5), (two, 2.5), (four, 4.5)):
+    for run, value in ((first, 3.5), (two, 2.5), (four, 4.5)):
         (tmp_path / run[0]).mkdir()
         (tmp_path / run[0] / "summary.json").write_text(f'{{"tau_pooled": {value}}}')
         sweep.end(tmp_path / run[0], run, "abc", 0, 1.0)
-    values = launch(SimpleNamespace(launch=carry_out), config, [one, two, one, three, one, four], 7)
-    assert asked == [([one, two, three, four], 7)]
+    values = launch(SimpleNamespace(launch=carry_out), config, [first, two, first, three, first, four], 7)
+    assert asked == [([first, two, three, four], 7)]
     assert values == [3.5, 2.5, 3.5, None, 3.5, None]
     assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]

@@ -13,13 +13,13 @@ def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) 
     """What is printed of a sweep of these runs, all of them done; without some figures."""
     sweep.plan(folder, jobs)
     rows = []
-    for place, job in enumerate(jobs):
-        one = folder / sweep.folder_name(job)
-        one.mkdir()
-        sweep.end(one, job, "", 0, 1.0)
+    for number, job in enumerate(jobs):
+        run_folder = folder / sweep.folder_name(job)
+        run_folder.mkdir()
+        sweep.end(run_folder, job, "", 0, 1.0)
         options = {sweep.key(each): sweep._value(each.partition("=")[2]) for each in job}
-        rows += [{"run": one.name, "arm": arm, "proposer_name": "medusa", "speedup": 1.5, "speedup_low": 1.25,
-                  "speedup_high": 1.75, "tokens_per_second": 1234.5, "tau_pooled": 2.5 + place, "expected_tau": 2.25,
+        rows += [{"run": run_folder.name, "arm": arm, "proposer_name": "medusa", "speedup": 1.5, "speedup_low": 1.25,
+                  "speedup_high": 1.75, "tokens_per_second": 1234.5, "tau_pooled": 2.5 + number, "expected_tau": 2.25,
                   **options, **more} for arm in (*arms, "baseline")]  # fmt: skip
     monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame(rows).drop(columns=list(without)))
     console = Console(file=io.StringIO(), width=80)
@@ -42,18 +42,18 @@ def test_each_varied_option_has_a_column_and_each_run_a_line(tmp_path, monkeypat
 
 def test_runs_whose_times_cannot_be_trusted_are_named_above_the_table(tmp_path, monkeypatch):
     lines = swept(tmp_path, [["seed=1"], ["seed=2"]], monkeypatch, verdict="doubtful", verdict_reasons="4 groups; load")
-    heading = next(place for place, line in enumerate(lines) if "speed-up" in line)
+    heading = next(index for index, line in enumerate(lines) if "speed-up" in line)
     said = lines[:heading]
     assert any("2 doubtful" in line for line in said)
     assert [line for line in said if "seed=" in line] == [f"seed={n}: doubtful: 4 groups; load" for n in (1, 2)]
 
 
 def test_the_state_of_each_run_is_on_one_line(tmp_path):
-    jobs = [[f"arms.draft_chain.confidence=0.{one}", "max_new_tokens=24", "prompts=code"] for one in range(1, 4)]
+    jobs = [[f"arms.draft_chain.confidence=0.{n}", "max_new_tokens=24", "prompts=code"] for n in range(1, 4)]
     sweep.plan(tmp_path, jobs)
     console = Console(file=io.StringIO(), width=80)
     print_sweep(tmp_path, console, every=True)
     lines = console.file.getvalue().splitlines()
     assert [line.split()[:2] for line in lines if "pending" in line and "confidence" in line] == [
-        [f"confidence=0.{one}", "pending"] for one in range(1, 4)
+        [f"confidence=0.{n}", "pending"] for n in range(1, 4)
     ]

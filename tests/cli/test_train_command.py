@@ -36,8 +36,8 @@ def test_the_help_of_train_names_the_experiments(cli):
     ],
 )
 def test_a_wrong_training_is_refused_by_its_name(cli, tmp_path, given, code, facts):
-    found, _, errors = cli("train", *given)
-    assert found == code
+    exit_code, _, errors = cli("train", *given)
+    assert exit_code == code
     assert all(fact in errors.lower() for fact in facts)
     assert not list(tmp_path.iterdir())
 

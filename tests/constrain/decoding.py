@@ -100,12 +100,14 @@ def wrong_rows(
         for _ in range(steps):
             shape = wood(rng, len(states), 12 * len(states))
             token = drafted(plain, shape, rng, grammar)
-            found, fresh = masks(states, shape, token), fresh_masks(grammar, texts, shape, token)
+            row_masks, fresh = masks(states, shape, token), fresh_masks(grammar, texts, shape, token)
             seen += shape.rows
             paths = [[int(token[node - shape.roots]) for node in shape.path(row)] for row in range(shape.rows)]
-            for row in np.flatnonzero((found.bits != fresh.bits).any(-1) | (found.legal != fresh.legal)).tolist():
+            for row in np.flatnonzero(
+                (row_masks.bits != fresh.bits).any(-1) | (row_masks.legal != fresh.legal)
+            ).tolist():
                 text = texts[int(shape.root[row])] + paths[row]
-                wrong.append(repr(b"".join(spelled[one] for one in text)))
+                wrong.append(repr(b"".join(spelled[token] for token in text)))
             alive = []
             for root in range(len(states)):
                 row = int(rng.choice(np.flatnonzero(fresh.legal & (shape.root == root))))
@@ -114,9 +116,9 @@ def wrong_rows(
                     continue
                 committed = [*paths[row], likely(words, spelled, rng)]
                 try:
-                    for one in committed:
-                        plain[root].advance(one)
-                        states[root].advance(one)
+                    for accepted in committed:
+                        plain[root].advance(accepted)
+                        states[root].advance(accepted)
                 except ConstraintError as error:
                     wrong.append(str(error))
                     continue

@@ -27,9 +27,9 @@ class Narrow:
     def probabilities(self, length):
         world = RandomToy(8, support=2) if self.choices > 2 else RandomToy(5, v=2, support=2, plain=True)
         texts = [text_of(number, length, V) for number in range(V**length)]
-        own = [code([token % world.v for token in text], world.v) for text in texts]
+        codes = [code([token % world.v for token in text], world.v) for text in texts]
         p, q = (np.zeros((len(texts), V)) for _ in range(2))
-        p[:, : world.v], q[:, : world.v] = (every[own] for every in world.probabilities(length))
+        p[:, : world.v], q[:, : world.v] = (every[codes] for every in world.probabilities(length))
         return (p, q) if length < self.free else (p, np.eye(V)[q.argmax(-1)])
 
 

@@ -126,6 +126,6 @@ def by_fresh_matchers(
     return Masks(bits, legal, np.zeros(shape.rows, dtype=bool))
 
 
-def same(one: Masks, other: Masks) -> bool:
+def same(masks: Masks, other: Masks) -> bool:
     parts = ("bits", "legal", "barrier")
-    return all(np.array_equal(getattr(one, part), getattr(other, part)) for part in parts)
+    return all(np.array_equal(getattr(masks, part), getattr(other, part)) for part in parts)

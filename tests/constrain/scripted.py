@@ -26,9 +26,9 @@ def oracle(world, make, most, stop=frozenset()):
             return [(1.0, [(lineage, text, "constraint")])]
         ways = [follow(controller, branches[0], 0, text, lineage, forks + (len(branches) > 1))]
         for number in range(1, len(branches)):
-            own = (*lineage, forks, number)
-            ways.append(follow(controllers[number], branches[number], number, text, own, 0))
-        return [(prod(p for p, _ in every), [one for _, some in every for one in some]) for every in product(*ways)]
+            child_lineage = (*lineage, forks, number)
+            ways.append(follow(controllers[number], branches[number], number, text, child_lineage, 0))
+        return [(prod(p for p, _ in every), [end for _, some in every for end in some]) for every in product(*ways)]
 
     def follow(controller, branch, number, text, lineage, forks):
         text = text[: len(text) - branch.backtrack]
@@ -37,11 +37,11 @@ def oracle(world, make, most, stop=frozenset()):
         lists = {tuple(branch.ff[0]): 1.0} if branch.allow is None else sampled(branch, text)
         if not lists:
             return [(1.0, [(lineage, text, "stuck")])]
-        found = []
+        outcomes = []
         for tokens, p in lists.items():
             rest = append(deepcopy(controller), branch.backtrack, tokens, number, text, lineage, forks)
-            found += [(p * more, ended) for more, ended in rest]
-        return found
+            outcomes += [(p * more, ended) for more, ended in rest]
+        return outcomes
 
     def sampled(branch, text):
         row = logits(world.probabilities(len(text))[0])[code(text, world.v)]
@@ -53,18 +53,18 @@ def oracle(world, make, most, stop=frozenset()):
         return {whole.get(t, (t,)): p / sum(weights.values()) for t, p in weights.items() if p}
 
     def append(controller, backtrack, tokens, number, text, lineage, forks):
-        for place, token in enumerate(tokens, start=1):
+        for index, token in enumerate(tokens, start=1):
             text += (token,)
             if token in stop:
                 return [(1.0, [(lineage, text, "stop")])]
-            if place < len(tokens) and len(text) == most:
+            if index < len(tokens) and len(text) == most:
                 return [(1.0, [(lineage, text, "length")])]
         return step(controller, Event(number, backtrack, tokens), text, lineage, forks)
 
-    found = Counter()
+    counts = Counter()
     for p, ended in step(make(None), Event(), (), (), 0):
-        found[tuple((text, finish) for _, text, finish in sorted(ended))] += p
-    return dict(found)
+        counts[tuple((text, finish) for _, text, finish in sorted(ended))] += p
+    return dict(counts)
 
 
 # Controllers ---------------------------------------------------------------------------------------------------------
@@ -95,11 +95,11 @@ def text_after(events):
 GO = [Branch()]
 
 
-def at(place, action, otherwise=GO):
+def at(position, action, otherwise=GO):
     """``action`` at this event, ``otherwise`` (an action or a script) at all others."""
 
     def script(events):
-        if len(events) - 1 == place:
+        if len(events) - 1 == position:
             return action
         return otherwise(events) if callable(otherwise) else otherwise
 
@@ -120,7 +120,7 @@ def after(count, action):
     """``action`` once this many tokens are there."""
 
     def script(events):
-        lengths = [len(text_after(events[: place + 1])) for place in range(len(events))]
+        lengths = [len(text_after(events[: n + 1])) for n in range(len(events))]
         return action if lengths[-1] >= count and max(lengths[:-1], default=-1) < count else GO
 
     return script

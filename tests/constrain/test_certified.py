@@ -63,9 +63,9 @@ def test_the_output_has_the_masked_distribution_however_siblings_are_drawn(tree,
 def check(kind, tree, drawn, tokens, verifier, placement):
     applied = AppliedConstraint(constraint(kind), placement, fast_forward=placement == "both")
     instance = Instance(CONSTRAINED, tree, tokens, END, applied=applied)
-    found, wanted = decoded(instance, drawn, verifier), truth(instance)
+    outputs, wanted = decoded(instance, drawn, verifier), truth(instance)
     assert len(wanted) > 2
-    assert distance(found, wanted) < 1e-12
+    assert distance(outputs, wanted) < 1e-12
 
 
 @pytest.mark.each_value
@@ -88,13 +88,13 @@ def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, 
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("instance", constrained(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instance", constrained(), ids=lambda instance: instance.name)
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 def test_certify_s_enumeration_under_constraints_finds_no_difference(instance, verifier):
-    found = examine(instance, "iid", verifier)
-    assert found.wrong is None
-    assert found.outcomes >= 5
-    assert found.drafted
+    finding = examine(instance, "iid", verifier)
+    assert finding.wrong is None
+    assert finding.outcomes >= 5
+    assert finding.drafted
 
 
 def test_a_loop_that_omits_the_mask_on_the_target_is_detected():

@@ -58,8 +58,8 @@ def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts
     for tree, drawn, way in plans:
         verifier, placement, fast_forward = WAYS[way % len(WAYS)]
         applied = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
-        found = decoded(Instance(world, tree, tokens, applied=applied), drawn, verifier)
-        assert distance(found, wanted) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
+        outputs = decoded(Instance(world, tree, tokens, applied=applied), drawn, verifier)
+        assert distance(outputs, wanted) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
@@ -78,8 +78,8 @@ def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     stop = frozenset({2})
     wanted = oracle(FEW, makes(ALONE[name]), 3, stop)
     assert any(finish == "stop" for output in wanted for _, finish in output)
-    found = decoded(Instance(FEW, "1x1", 3, stop, applied=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
-    assert distance(found, wanted) < 1e-12
+    outputs = decoded(Instance(FEW, "1x1", 3, stop, applied=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
+    assert distance(outputs, wanted) < 1e-12
 
 
 # The decode loop -----------------------------------------------------------------------------------------------------
@@ -112,18 +112,18 @@ def test_forks_share_the_cells_of_their_past_and_no_cell_moves(target):
         if not live:
             break
         used = set()
-        for one in live:
-            for place, slot in enumerate(one.kv.slots.tolist()):
-                key = cells.views[0][0][one.kv.stream][0, :, slot].clone()
-                text = tuple(one.tokens[: place + 1])
+        for sequence in live:
+            for position, slot in enumerate(sequence.kv.slots.tolist()):
+                key = cells.views[0][0][sequence.kv.stream][0, :, slot].clone()
+                text = tuple(sequence.tokens[: position + 1])
                 assert torch.equal(key, before.setdefault((slot, text), key))
                 used.add(slot)
         if len(live) == 3:
             first = cells.references[live[0].kv.stream]
             past = len(PROMPTS[0])
-            assert all(one.kv.slots[:past].tolist() == live[0].kv.slots[:past].tolist() for one in live)
+            assert all(sequence.kv.slots[:past].tolist() == live[0].kv.slots[:past].tolist() for sequence in live)
             assert (first[live[0].kv.slots[:past]] == 3).all()
-            assert len(used) == (first > 0).sum() < sum(len(one.kv) for one in live)
+            assert len(used) == (first > 0).sum() < sum(len(sequence.kv) for sequence in live)
             shared += 1
     assert shared and len(group.sequences) == 3
     assert not cells.references.any()
@@ -196,7 +196,7 @@ def test_the_committed_controller_sees_every_event_once_whatever_forks_saw(targe
         [Request(0, "p", PROMPTS[0], WARM, 20)],
     )
     drafted = sum(done.draft.shape.nodes for done in group)
-    (events,) = [one.events for one in made]
+    (events,) = [controller.events for controller in made]
     assert drafted > 20 and events[0] == Event()
     assert list(text_after(events))[:20] == group.sequences[0].emitted
     assert [event.backtrack for event in events].count(1) == 1
@@ -225,22 +225,22 @@ def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target,
     scripts = {"p0": after(2, [Branch(1)]), "p1": script, "p2": at(1, [Branch(), Branch()])}
     group = play(target, lambda r: scripts[r.name], proposer, PROMPTS, new)
     list(group)
-    assert set(group.errors) == {one for one in group.sequences if one.finish == "stuck"}
-    for one, error in group.errors.items():
-        assert one.request.name == "p1" and message in error and error.startswith("request 'p1', step ")
+    assert set(group.errors) == {sequence for sequence in group.sequences if sequence.finish == "stuck"}
+    for sequence, error in group.errors.items():
+        assert sequence.request.name == "p1" and message in error and error.startswith("request 'p1', step ")
     assert "stuck" in [s.finish for s in group.sequences if s.request.name == "p1"]
-    mates = [one for one in results(group) if one[0] != "p1"]
+    mates = [result for result in results(group) if result[0] != "p1"]
     well = play(target, lambda r: scripts[r.name] if r.name != "p1" else at(0, []), proposer, PROMPTS, new)
     list(well)
-    assert mates == [one for one in results(well) if one[0] != "p1"]
+    assert mates == [result for result in results(well) if result[0] != "p1"]
     assert not target.lm.cells.references.any()
 
 
 def test_endless_backtracking_is_ended(target):
     group = play(target, lambda r: lambda events: [Branch(int(len(events) > 1))], draft_model(), new=4)
     list(group)
-    (one,) = group.sequences
-    assert one.finish == "runaway" and one.spent == 4 * 32 and not target.lm.cells.references.any()
+    (sequence,) = group.sequences
+    assert sequence.finish == "runaway" and sequence.spent == 4 * 32 and not target.lm.cells.references.any()
 
 
 def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
@@ -253,8 +253,8 @@ def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
     seen = []
     group = group_of(keep=lambda ended: seen.extend(ended) or [1], reads_logprobs=True)
     assert {s.lineage: s.kept for s in group.sequences} == {(): False, (0, 1): True, (0, 2): False}
-    assert [one.lineage for one in seen] == [(), (0, 1), (0, 2)]
-    assert all(len(one.logprobs) == len(one.tokens) == 5 and one.finish == "length" for one in seen)
+    assert [sequence.lineage for sequence in seen] == [(), (0, 1), (0, 2)]
+    assert all(len(sequence.logprobs) == len(sequence.tokens) == 5 and sequence.finish == "length" for sequence in seen)
     both = Combined(
         [ControllerConstraint(lambda r: Scripted(at(9, [])), V, keep=len, reads_logprobs=True), MinNewTokens(1, V)]
     )
@@ -293,10 +293,10 @@ def test_every_fork_that_fails_has_an_error_of_its_own(target):
     group = fixed_group(Arm(target, Null(), Token(), CounterDraws(0), bound), wanted)
     infos = list(group)
     assert len(group.sequences) == 6 and set(group.errors) == set(group.sequences)
-    for one, outcome in zip(group.sequences, outcomes(group.sequences, infos, group.errors), strict=True):
-        branch = one.lineage[-1] if one.lineage else 0
-        assert f"LookupError: branch {branch};" in outcome.error and outcome.error == group.errors[one]
-        assert f"it ends with the {len(one.emitted)} tokens" in outcome.error
+    for sequence, outcome in zip(group.sequences, outcomes(group.sequences, infos, group.errors), strict=True):
+        branch = sequence.lineage[-1] if sequence.lineage else 0
+        assert f"LookupError: branch {branch};" in outcome.error and outcome.error == group.errors[sequence]
+        assert f"it ends with the {len(sequence.emitted)} tokens" in outcome.error
 
 
 @pytest.mark.parametrize(

@@ -100,26 +100,26 @@ def test_greedy_output_with_drafts_is_greedy_output(target, name):
 @pytest.mark.parametrize("stop", [frozenset({END}), frozenset()])
 def test_the_output_is_one_of_the_choices(target, stop):
     wanted = ["cat", "cab", "cat and dog", "another one", "re"]
-    found = set()
+    texts_seen = set()
     for seed in range(6):
         group = play(target, choices.load(LETTERS, wanted), draft_model(), WARM, seed=seed, stop=stop)
         assert {s.finish for s in group.sequences} <= {"constraint", "stop"}
-        found |= set(texts(group))
-    assert found <= set(wanted) and len(found) > 1
+        texts_seen |= set(texts(group))
+    assert texts_seen <= set(wanted) and len(texts_seen) > 1
 
 
 def test_tokens_without_an_alternative_are_forced():
-    one = choices.ChoicesController([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
-    assert one.step(Event()) == [Branch(allow={1, 6}, ff=((1, 2), (6, 7)))]
-    assert one.fork().step(Event(0, 0, (6, 7))) == []
-    assert one.step(Event(0, 0, (1, 2))) == [Branch(allow={3, 5}, ff=((3, 4), (5,)))]
+    controller = choices.ChoicesController([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
+    assert controller.step(Event()) == [Branch(allow={1, 6}, ff=((1, 2), (6, 7)))]
+    assert controller.fork().step(Event(0, 0, (6, 7))) == []
+    assert controller.step(Event(0, 0, (1, 2))) == [Branch(allow={3, 5}, ff=((3, 4), (5,)))]
 
 
 def test_a_stop_token_distinguishes_a_choice_from_a_longer_one():
-    one = choices.ChoicesController([(1,), (1, 2, 3)], (9,))
-    assert one.step(Event()) == [Branch(allow=None, ff=((1,),))]
-    assert one.step(Event(0, 0, (1,))) == [Branch(allow={2, 9}, ff=((2, 3),))]
-    assert one.fork().step(Event(0, 0, (9,))) == [] == one.step(Event(0, 0, (2, 3)))
+    controller = choices.ChoicesController([(1,), (1, 2, 3)], (9,))
+    assert controller.step(Event()) == [Branch(allow=None, ff=((1,),))]
+    assert controller.step(Event(0, 0, (1,))) == [Branch(allow={2, 9}, ff=((2, 3),))]
+    assert controller.fork().step(Event(0, 0, (9,))) == [] == controller.step(Event(0, 0, (2, 3)))
 
 
 # Pattern -------------------------------------------------------------------------------------------------------------
@@ -156,15 +156,18 @@ def test_the_likeliest_of_several_different_texts_is_kept(target, proposer):
     group = play(target, candidates.load(LETTERS, 4), proposer, WARM, new=8)
     model = tiny_model()
     for number, prompt in enumerate(PROMPTS):
-        own = [s for s in group.sequences if s.request.id == number]
-        assert len({tuple(s.emitted) for s in own}) == 4
+        sequences = [s for s in group.sequences if s.request.id == number]
+        assert len({tuple(s.emitted) for s in sequences}) == 4
         totals = []
-        for one in own:
-            rows = [plain_logits(model, [*prompt, *one.emitted[:n]]).log_softmax(-1) for n in range(len(one.emitted))]
-            by_hand = [float(row[token]) for row, token in zip(rows, one.emitted, strict=True)]
-            assert one.logprobs == pytest.approx(by_hand, abs=1e-9)
+        for sequence in sequences:
+            rows = [
+                plain_logits(model, [*prompt, *sequence.emitted[:n]]).log_softmax(-1)
+                for n in range(len(sequence.emitted))
+            ]
+            by_hand = [float(row[token]) for row, token in zip(rows, sequence.emitted, strict=True)]
+            assert sequence.logprobs == pytest.approx(by_hand, abs=1e-9)
             totals.append(sum(by_hand))
-        assert [s.kept for s in own] == [total == max(totals) for total in totals]
+        assert [s.kept for s in sequences] == [total == max(totals) for total in totals]
 
 
 def test_the_mean_is_another_score_and_a_failed_text_is_never_kept():
@@ -198,24 +201,24 @@ def test_a_template_is_filled_in(target, proposer):
     ended_early = 0
     for seed in range(4):
         group = play(target, form, proposer, WARM, new=60, seed=seed)
-        for one in group.sequences:
-            first, rest = b"".join(LETTERS.bytes[t] for t in one.emitted).split(b"\nA: ", 1)
+        for sequence in group.sequences:
+            first, rest = b"".join(LETTERS.bytes[t] for t in sequence.emitted).split(b"\nA: ", 1)
             assert first.startswith(b"Na: ") and b"r" not in first and b"." in rest
-            assert one.finish in ("constraint", "stop") and len(one.emitted) < 60
+            assert sequence.finish in ("constraint", "stop") and len(sequence.emitted) < 60
             ended_early += len(first) - 4 < 5
     assert ended_early
 
 
 def test_text_before_the_stop_inside_a_token_is_written_again():
-    one = template.TemplateController(
+    controller = template.TemplateController(
         LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(())))
     )
     tokens = {piece: token for token, piece in enumerate(LETTERS.bytes)}
-    forced = one.step(Event())
+    forced = controller.step(Event())
     assert forced == [Branch(allow=None, ff=(LETTERS.encode("Na: "),))]
-    one.step(Event(0, 0, tuple(forced[0].ff[0])))
-    one.step(Event(0, 0, (tokens[b"x"],)))
-    (branch,) = one.step(Event(0, 0, (tokens[b"re"],)))
+    controller.step(Event(0, 0, tuple(forced[0].ff[0])))
+    controller.step(Event(0, 0, (tokens[b"x"],)))
+    (branch,) = controller.step(Event(0, 0, (tokens[b"re"],)))
     assert (branch.backtrack, branch.allow) == (1, None)
     assert b"".join(LETTERS.bytes[t] for t in branch.ff[0]) == b"r\nA"
 

@@ -76,13 +76,13 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads
         states = [None if tokens is None else after(grammar, tokens) for tokens in begun]
         shape = wood(rng, roots, 16)
         token = drafted(states, shape, rng, size)
-        found = grammar.masks(states, shape, token)
-        assert same(found, masks_by_forking(states, shape, token, size))
-        assert same(found, by_fresh_matchers(grammar, begun, shape, token))
+        row_masks = grammar.masks(states, shape, token)
+        assert same(row_masks, masks_by_forking(states, shape, token, size))
+        assert same(row_masks, by_fresh_matchers(grammar, begun, shape, token))
         for state, tokens in zip(states, begun, strict=True):
             if state is not None:
                 assert np.array_equal(state.mask(), after(grammar, tokens).mask())
-        rows, illegal = rows + shape.rows, illegal + int((~found.legal).sum())
+        rows, illegal = rows + shape.rows, illegal + int((~row_masks.legal).sum())
     assert rows > 150 and illegal > 5
 
 
@@ -118,12 +118,12 @@ def test_an_illegal_draft_token_is_rejected_with_its_descendants_and_changes_no_
     drafts = [list(tokens) for tokens in legal]
     drafts[2][depth] = TWO  # nowhere in its grammar
     shape = forest((chain(6),) * 4)
-    found = grammar.masks(states, shape, np.concatenate(drafts))
+    row_masks = grammar.masks(states, shape, np.concatenate(drafts))
     nodes = np.arange(4, shape.rows).reshape(4, 6)
-    assert not found.legal[nodes[2, depth:]].any() and not found.bits[nodes[2, depth:]].any()
-    assert found.legal[nodes[2, :depth]].all() and found.bits[nodes[2, :depth]].any(-1).all()
+    assert not row_masks.legal[nodes[2, depth:]].any() and not row_masks.bits[nodes[2, depth:]].any()
+    assert row_masks.legal[nodes[2, :depth]].all() and row_masks.bits[nodes[2, :depth]].any(-1).all()
     for other in (0, 1):
-        assert found.legal[nodes[other]].all() and found.bits[nodes[other]].any(-1).all()
+        assert row_masks.legal[nodes[other]].all() and row_masks.bits[nodes[other]].any(-1).all()
     for state, tokens, pattern in zip(states, begun, patterns, strict=True):
         fresh = after(grammar, tokens, pattern)
         for token in (None, *drafts[0]):
@@ -151,10 +151,10 @@ def test_a_stop_token_after_the_match_removes_nothing():
             (Shape(1, np.array([0, 1, 1, 2, 0])), chain(4))
         )  # C, (end, end), end; next to it AB; C end end A
         token = np.array([C, END, END, END, AB, C, END, END, A])
-        found = grammar.masks(states, shape, token)
-        assert same(found, by_fresh_matchers(grammar, [[AB], []], shape, token))
-        assert found.legal.tolist() == [True] * 10 + [False]
-        assert unpack(found.bits[6], toy().size).nonzero()[0].tolist() == [A, AB, C]
+        row_masks = grammar.masks(states, shape, token)
+        assert same(row_masks, by_fresh_matchers(grammar, [[AB], []], shape, token))
+        assert row_masks.legal.tolist() == [True] * 10 + [False]
+        assert unpack(row_masks.bits[6], toy().size).nonzero()[0].tolist() == [A, AB, C]
         assert allowed(states[0]).tolist() == [A, AB, C]
 
 
@@ -185,9 +185,9 @@ def test_forced_tokens_are_canonical_and_other_spellings_illegal():
     for threads in (1, 2):
         grammar = regex(toy(), "(1|2)abc", threads=threads)
         states = [after(grammar, []), after(grammar, []), after(grammar, [TWO])]
-        found = grammar.masks(states, shape, np.array([ONE, AB, C, ONE, A, B, A, B]))
-        assert found.legal.tolist() == [True] * 7 + [False] * 4
-        assert not found.bits[7:].any() and found.forced[2:7].all()
+        row_masks = grammar.masks(states, shape, np.array([ONE, AB, C, ONE, A, B, A, B]))
+        assert row_masks.legal.tolist() == [True] * 7 + [False] * 4
+        assert not row_masks.bits[7:].any() and row_masks.forced[2:7].all()
 
 
 def test_a_matcher_that_cannot_roll_back_is_in_error_afterwards():
@@ -224,8 +224,8 @@ def test_empty_drafts_and_others_share_a_batch(threads):
     for lengths in ((0, 2, 0, 1), (0, 0, 0, 0)):
         shape = forest(tuple(chain(length) for length in lengths))
         token = np.array([A, AB, C][: shape.nodes], dtype=np.int64)
-        found = grammar.masks(states, shape, token)
-        assert found.legal.all() and same(found, by_fresh_matchers(grammar, [[]] * 4, shape, token))
+        row_masks = grammar.masks(states, shape, token)
+        assert row_masks.legal.all() and same(row_masks, by_fresh_matchers(grammar, [[]] * 4, shape, token))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -237,9 +237,9 @@ def test_one_state_may_be_the_root_of_several_trees(threads):
         )
     grammar = regex(toy(), "(ab)*c", threads=threads)
     state, shape, token = after(grammar, [AB]), forest((chain(2), chain(2))), np.array([AB, C, C, AB])
-    found = grammar.masks([state, state], shape, token)
-    assert found.legal.tolist() == [True] * 5 + [False]
-    assert same(found, by_fresh_matchers(grammar, [[AB], [AB]], shape, token))
+    row_masks = grammar.masks([state, state], shape, token)
+    assert row_masks.legal.tolist() == [True] * 5 + [False]
+    assert same(row_masks, by_fresh_matchers(grammar, [[AB], [AB]], shape, token))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -251,8 +251,8 @@ def test_tokens_outside_the_vocabulary_are_illegal(threads):
     states = [after(grammar, [A]), after(grammar, []), None]
     for foreign in (toy().size, 10**6, -1):
         shape = forest((chain(2), chain(2), chain(1)))
-        found = grammar.masks(states, shape, np.array([A, foreign, B, C, foreign]))
-        assert found.legal.tolist() == [True] * 4 + [False, True, True, False]
+        row_masks = grammar.masks(states, shape, np.array([A, foreign, B, C, foreign]))
+        assert row_masks.legal.tolist() == [True] * 4 + [False, True, True, False]
         with pytest.raises(ConstraintError, match=f"token {foreign} .*{toy().size}"):
             after(grammar, []).advance(foreign)
     assert [allowed(state).tolist() for state in states[:2]] == [[END, A, B, AB, C]] * 2
@@ -263,10 +263,10 @@ def test_padding_is_never_allowed():
     assert vocabulary.size == 4101 and vocabulary.size % 32
     grammar = lark(vocabulary, "start: /(.|\\n)*/")
     shape = forest((chain(1), chain(1)))
-    found = grammar.masks([after(grammar, []), None], shape, np.array([4098, 4098]))
-    bits = np.unpackbits(found.bits.view(np.uint8), axis=-1, bitorder="little")
+    row_masks = grammar.masks([after(grammar, []), None], shape, np.array([4098, 4098]))
+    bits = np.unpackbits(row_masks.bits.view(np.uint8), axis=-1, bitorder="little")
     assert bits.shape == (4, 4128) and bits[0, :4096].sum() > 4000 and not bits[0, 4096:].any()
-    assert found.legal.tolist() == [True, True, False, True] and not bits[:, 4101:].any()
+    assert row_masks.legal.tolist() == [True, True, False, True] and not bits[:, 4101:].any()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -276,12 +276,12 @@ def test_a_dead_end_is_an_empty_mask_and_changes_no_other_row(threads):
     begun = [after(grammar, [A]), after(dead, [B]), after(dead, [B])]
     shape = forest((chain(2), Shape(1, np.array([0, 0, 2])), chain(2)))
     token = np.array([A, C, C, A, B, C, A])  # below the dead two: c, a and b under a; c and a under c
-    found = grammar.masks(begun, shape, token)
+    row_masks = grammar.masks(begun, shape, token)
     assert same(
-        found, masks_by_forking([after(grammar, [A]), after(dead, [B]), after(dead, [B])], shape, token, toy().size)
+        row_masks, masks_by_forking([after(grammar, [A]), after(dead, [B]), after(dead, [B])], shape, token, toy().size)
     )
-    assert np.flatnonzero(found.dead_end).tolist() == [5, 8]
-    assert found.legal.tolist() == [True] * 9 + [False]
+    assert np.flatnonzero(row_masks.dead_end).tolist() == [5, 8]
+    assert row_masks.legal.tolist() == [True] * 9 + [False]
     for state in begun[1:]:
         assert allowed(state).tolist() == [A, AB, C]
         state.advance(A)
@@ -297,9 +297,9 @@ def test_an_engine_error_on_a_draft_affects_neither_the_state_nor_other_requests
     for shape in (forest((chain(2), chain(2))), forest((Shape(1, np.array([0, 0])),) * 2)):
         token = np.array([AB, C, AB, C])
         for way in (tight.masks, lambda *draft: masks_by_forking(*draft, toy().size)):
-            found = way([good, bad], shape, token)
-            assert found.dead_end[shape.root == 1].any() and not found.dead_end[shape.root == 0].any()
-            assert found.legal[:2].all() and found.bits[:2].any(-1).all()
+            row_masks = way([good, bad], shape, token)
+            assert row_masks.dead_end[shape.root == 1].any() and not row_masks.dead_end[shape.root == 0].any()
+            assert row_masks.legal[:2].all() and row_masks.bits[:2].any(-1).all()
         assert allowed(bad).tolist() == start
         assert tight.masks([good], forest((chain(1),)), np.array([AB])).legal.all()
     with pytest.raises(ConstraintError, match="max is 1"):
@@ -441,9 +441,9 @@ def test_choices_are_literal():
     for choices in (CHOICES, ["", "a"], [""]):
         grammar, rng = choice(bundled(), choices), np.random.default_rng(2)
         assert {walked(grammar, rng) for _ in range(4 * len(choices))} <= set(choices)
-        for one in choices:
-            spelled = bundled().engine.tokenize_bytes(one.encode())
-            assert 0 in allowed(after(grammar, spelled)), one
+        for literal in choices:
+            spelled = bundled().engine.tokenize_bytes(literal.encode())
+            assert 0 in allowed(after(grammar, spelled)), literal
 
 
 def test_white_space_and_separators_are_options():
@@ -486,8 +486,8 @@ def test_a_prompt_that_does_not_follow_is_named_with_the_place():
 def test_a_drafted_tree_below_a_prompt_that_was_read():
     grammar = regex(toy(), "abcé1", prompt=True)
     states = [grammar.start(request(tokens=[A, B, C])), grammar.start(request(tokens=[AB, C]))]
-    found = grammar.masks(states, forest((chain(2), chain(2))), np.array([E, ONE, E1, E2]))
-    assert found.legal.tolist() == [True] * 4 + [False, False]
+    row_masks = grammar.masks(states, forest((chain(2), chain(2))), np.array([E, ONE, E1, E2]))
+    assert row_masks.legal.tolist() == [True] * 4 + [False, False]
 
 
 def test_a_request_brings_its_own_source():
@@ -557,7 +557,7 @@ BEYOND = 2**53 + 1
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "where"),
     [
         ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, "#/maximum"),
         ({"type": "integer", "exclusiveMinimum": -BEYOND}, "#/exclusiveMinimum"),
@@ -567,9 +567,9 @@ BEYOND = 2**53 + 1
         ({"enum": [{"a": [10**400]}]}, "#/enum"),
     ],
 )
-def test_numbers_that_the_engine_would_round_are_refused_with_their_place(schema, place):
+def test_numbers_that_the_engine_would_round_are_refused_with_their_place(schema, where):
     for kind in (json_schema, lambda v, source: json_schema(v).start(request(source))):
-        with pytest.raises(ValueError, match=f"at {place} of the schema"):
+        with pytest.raises(ValueError, match=f"at {where} of the schema"):
             kind(bundled(), json.dumps(schema))
 
 
@@ -584,7 +584,12 @@ def test_bounds_of_integers_are_enforced_up_to_the_largest_that_may_be_given():
     rng = np.random.default_rng(5)
     for low, high in [(-(2**53), 2**53), (2**53 - 1, 2**53), *np.sort(rng.integers(-(2**53), 2**53, (20, 2))).tolist()]:
         grammar = json_schema(bundled(), json.dumps({"type": "integer", "minimum": low, "maximum": high}))
-        assert [accepts(grammar, str(one)) for one in (low - 1, low, high, high + 1)] == [False, True, True, False]
+        assert [accepts(grammar, str(number)) for number in (low - 1, low, high, high + 1)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
 
 
 def test_the_schema_true_allows_all_json_and_false_nothing():

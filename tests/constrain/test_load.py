@@ -56,10 +56,10 @@ def test_text_options_are_combined_with_the_constraint():
 
 def test_text_options_that_cannot_be_met_are_refused():
     for placement in ("draft", "none"):
-        place = PLACE | dict(placement=placement, fast_forward=None)
+        options = PLACE | dict(placement=placement, fast_forward=None)
         for option in (dict(healing=True), dict(banned=["a"]), dict(at_least=2)):
             with pytest.raises(ValueError, match=f"placement={placement} "):
-                load.combine(load.regex(toy(), "a+", prompt=True), toy(), place, **option)
+                load.combine(load.regex(toy(), "a+", prompt=True), toy(), options, **option)
     with pytest.raises(ValueError, match="'regex' .*token_healing=false"):
         load.combine(load.regex(toy(), "a+"), toy(), PLACE, healing=True)
 

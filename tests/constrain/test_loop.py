@@ -83,13 +83,13 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
     free, _ = decode(requests, None)
     group, _ = decode(requests, AppliedConstraint(Breaks(), placement, async_masks=async_masks))
     text = free.sequences[1].emitted
-    twice = next(place for place in range(1, len(text)) if text[place] == text[place - 1])
+    twice = next(n for n in range(1, len(text)) if text[n] == text[n - 1])
     if placement in ("draft", "none"):  # a draft mask or an observer: the output continues without it
-        assert [one.emitted for one in group.sequences] == [one.emitted for one in free.sequences]
+        assert [sequence.emitted for sequence in group.sequences] == [sequence.emitted for sequence in free.sequences]
         assert "came twice" in group.sequences[1].unwatched and not group.errors
-        assert [one.unwatched for one in group.sequences[::2]] == ["", ""]
+        assert [sequence.unwatched for sequence in group.sequences[::2]] == ["", ""]
         return
-    assert [one.finish for one in group.sequences] == ["length", "stuck", "length"]
+    assert [sequence.finish for sequence in group.sequences] == ["length", "stuck", "length"]
     assert list(group.errors) == [group.sequences[1]]
     error = group.errors[group.sequences[1]]
     assert "came twice" in error and error.count("request 'r1'") == 1 and "tokens emitted so far" in error

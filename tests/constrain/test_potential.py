@@ -30,7 +30,7 @@ REQUEST = Request(0, "one", (0,))
 
 def words(*texts: tuple[int, ...]) -> Callable[[tuple[int, ...]], list[int]]:
     """What these texts allow, token by token."""
-    return lambda text: sorted({one[len(text)] for one in texts if one[: len(text)] == text and one != text})
+    return lambda text: sorted({valid[len(text)] for valid in texts if valid[: len(text)] == text and valid != text})
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def prefixes(name: str, most: int = 10_000) -> Prefixes:
     return explore(constraint.start(REQUEST), frozenset({stop}), v, length, most)
 
 
-def log_p(name: str, found: Prefixes) -> list[np.ndarray]:
-    return [np.log(after(name, text)[own]) for text, own in zip(found.texts, found.tokens, strict=True)]
+def log_p(name: str, tree: Prefixes) -> list[np.ndarray]:
+    return [np.log(after(name, text)[tokens]) for text, tokens in zip(tree.texts, tree.tokens, strict=True)]
 
 
 def after(name: str, text: tuple[int, ...]) -> np.ndarray:
@@ -115,24 +115,24 @@ def after(name: str, text: tuple[int, ...]) -> np.ndarray:
 
 def probability(name: str, text: tuple[int, ...], start: int = 0) -> float:
     """The probability of a text given its first ``start`` tokens."""
-    return float(np.prod([after(name, text[:place])[text[place]] for place in range(start, len(text))]))
+    return float(np.prod([after(name, text[:n])[text[n]] for n in range(start, len(text))]))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_prefixes_are_those_of_all_valid_texts(name):
-    valid, found = valid_texts(name), prefixes(name)
+    valid, tree = valid_texts(name), prefixes(name)
     assert valid
-    assert list(found.texts) == sorted({text[:end] for text in valid for end in range(len(text))}, key=by_length)
+    assert list(tree.texts) == sorted({text[:end] for text in valid for end in range(len(text))}, key=by_length)
     constraint, v, _, _ = CASES[name]
-    for node, text in enumerate(found.texts):
-        onward = sorted({one[len(text)] for one in valid if one[: len(text)] == text})
-        assert found.tokens[node].tolist() == onward
-        assert np.flatnonzero(unpack(found.masks[node], v)).tolist() == onward
+    for node, text in enumerate(tree.texts):
+        onward = sorted({valid_text[len(text)] for valid_text in valid if valid_text[: len(text)] == text})
+        assert tree.tokens[node].tolist() == onward
+        assert np.flatnonzero(unpack(tree.masks[node], v)).tolist() == onward
         state = constraint.start(REQUEST)
         for token in text:
             state.advance(token)
-        assert found.allowed[node].tolist() == np.flatnonzero(unpack(state.mask(), v)).tolist()
-    outputs = [(*found.texts[node], int(found.tokens[node][place])) for node, place in found.outputs]
+        assert tree.allowed[node].tolist() == np.flatnonzero(unpack(state.mask(), v)).tolist()
+    outputs = [(*tree.texts[node], int(tree.tokens[node][index])) for node, index in tree.outputs]
     assert sorted(outputs) == sorted(valid)
 
 
@@ -142,36 +142,36 @@ def by_length(text: tuple[int, ...]) -> tuple:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_potential_is_the_probability_of_a_valid_completion(name):
-    valid, found = valid_texts(name), prefixes(name)
-    h = np.exp(log_potential(found, log_p(name, found)))
-    for node, text in enumerate(found.texts):
-        brute = sum(probability(name, one, len(text)) for one in valid if one[: len(text)] == text)
+    valid, tree = valid_texts(name), prefixes(name)
+    h = np.exp(log_potential(tree, log_p(name, tree)))
+    for node, text in enumerate(tree.texts):
+        brute = sum(probability(name, valid_text, len(text)) for valid_text in valid if valid_text[: len(text)] == text)
         assert h[node] == pytest.approx(brute, abs=1e-15, rel=1e-13)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_product_of_tilted_probabilities_is_the_conditional_distribution(name):
-    valid, found = valid_texts(name), prefixes(name)
-    potential = Potential(found, log_potential(found, log_p(name, found)))
+    valid, tree = valid_texts(name), prefixes(name)
+    potential = Potential(tree, log_potential(tree, log_p(name, tree)))
     total = sum(probability(name, text) for text in valid)
     for text in valid:
         state, product_of = PotentialState(potential), 1.0
-        for place, token in enumerate(text):
+        for number, token in enumerate(text):
             tokens, weight = state.potential()
             assert weight.max() == 1 and weight.min() > 0
-            tilted = after(name, text[:place])[tokens] * weight
+            tilted = after(name, text[:number])[tokens] * weight
             product_of *= float(tilted[tokens.tolist().index(token)] / tilted.sum())
-            if place + 1 < len(text):
+            if number + 1 < len(text):
                 state.advance(token)
         assert product_of == pytest.approx(probability(name, text) / total, abs=1e-15)
 
 
 def test_probabilities_too_small_for_a_float_keep_their_ratio():
-    found = prefixes("everything")
-    log_h = log_potential(found, [one - 2000 for one in log_p("everything", found)])
-    (_, weight) = Potential(found, log_h).weights[0]
+    tree = prefixes("everything")
+    log_h = log_potential(tree, [values - 2000 for values in log_p("everything", tree)])
+    (_, weight) = Potential(tree, log_h).weights[0]
     assert log_h[0] < -2000 and weight[3] == 1 and weight[:3].max() == 0  # longer texts are e**2000 times less likely
-    (_, weight) = Potential(found, log_h).weights[1]
+    (_, weight) = Potential(tree, log_h).weights[1]
     assert weight[3] == 1
 
 
@@ -195,8 +195,8 @@ def test_a_large_vocabulary_is_not_explored_beyond_the_limit():
 
 
 def test_a_state_forks_and_refuses_tokens_that_lead_nowhere():
-    found = prefixes("dead ends")
-    state = PotentialState(Potential(found, log_potential(found, log_p("dead ends", found))))
+    tree = prefixes("dead ends")
+    state = PotentialState(Potential(tree, log_potential(tree, log_p("dead ends", tree))))
     fork = state.fork()
     fork.advance(0)
     assert np.flatnonzero(unpack(fork.mask(), 4)).tolist() == [1] and fork.action() is None
@@ -204,6 +204,6 @@ def test_a_state_forks_and_refuses_tokens_that_lead_nowhere():
     with pytest.raises(ConstraintError, match="no valid output goes on after token 2"):
         fork.advance(2)
     fork.advance(1)
-    assert found.children[fork.node].tolist() == [END]
+    assert tree.children[fork.node].tolist() == [END]
     with pytest.raises(ConstraintError, match="after token 3"):
         fork.advance(3)

@@ -28,31 +28,31 @@ def p_after(text):
 
 
 def p_of(text):
-    return float(np.prod([p_after(text[:place])[token] for place, token in enumerate(text)]))
+    return float(np.prod([p_after(text[:number])[token] for number, token in enumerate(text)]))
 
 
 def potential(allowed, text) -> float:
     """The probability that a text is completed to a valid output."""
-    found = 0.0
+    mass = 0.0
     for count in range(1, LENGTH - len(text) + 1):
         for more in product(range(4), repeat=count):
             whole = (*text, *more)
-            steps = [(whole[:place], whole[place]) for place in range(len(text), len(whole))]
+            steps = [(whole[:n], whole[n]) for n in range(len(text), len(whole))]
             if more[-1] == STOP and STOP not in more[:-1] and all(token in allowed(before) for before, token in steps):
-                found += float(np.prod([p_after(before)[token] for before, token in steps]))
-    return found
+                mass += float(np.prod([p_after(before)[token] for before, token in steps]))
+    return mass
 
 
 def texts_under(allowed) -> list[tuple[int, ...]]:
     """Every text without its end that is allowed token by token, in a random order in which beginnings come first."""
-    found = [
+    texts = [
         text
         for count in range(LENGTH)
         for text in product(range(3), repeat=count)
-        if all(text[place] in allowed(text[:place]) for place in range(count))
+        if all(text[n] in allowed(text[:n]) for n in range(count))
     ]
-    order = np.random.default_rng(0).random(len(found)).tolist()
-    return sorted(found, key=lambda text: max(order[found.index(text[:end])] for end in range(len(text) + 1)))
+    order = np.random.default_rng(0).random(len(texts)).tolist()
+    return sorted(texts, key=lambda text: max(order[texts.index(text[:end])] for end in range(len(text) + 1)))
 
 
 def learn(futures: ExpectedFutures, allowed, text, followed) -> None:
@@ -84,7 +84,7 @@ def test_bounds_are_upper_bounds_and_only_fall(allowed):
         futures.learn(text, 9.0, dict.fromkeys(tokens.tolist(), 0.0))  # known already: nothing changes
         if STOP in tokens:
             futures.add((*text, STOP), p_of((*text, STOP)))
-        now = {known: one.total for known, one in futures.known.items()}
+        now = {known: scored.total for known, scored in futures.known.items()}
         for known, bound in now.items():
             assert bound >= potential(allowed, known) - 1e-15
             assert bound <= before.get(known, 1.0) + 1e-15
@@ -114,12 +114,12 @@ def sampled(allowed, count, sampler, tree="1x1", drawn="iid", verifier=None, con
 )
 def test_accepted_outputs_have_the_conditional_distribution(count, tree, drawn, verifier):
     """Whatever was learned, a valid output has the probability p(x) / H(root)."""
-    found, upper = sampled(branching, count, "rejection", tree, drawn, verifier)
+    sampled_p, upper = sampled(branching, count, "rejection", tree, drawn, verifier)
     wanted, z = by_enumeration(TOY, branching, STOP, LENGTH), potential(branching, ())
-    assert sum(found.values()) == pytest.approx(1)
+    assert sum(sampled_p.values()) == pytest.approx(1)
     for output, given_valid in wanted.items():
-        assert found[output] == pytest.approx(given_valid * z / upper, abs=1e-13)
-    rejected = {output: p for output, p in found.items() if output not in wanted}
+        assert sampled_p[output] == pytest.approx(given_valid * z / upper, abs=1e-13)
+    rejected = {output: p for output, p in sampled_p.items() if output not in wanted}
     assert sum(rejected.values()) == pytest.approx(1 - z / upper, abs=1e-12)
     if count is None:
         assert not rejected
@@ -130,9 +130,9 @@ def test_accepted_outputs_have_the_conditional_distribution(count, tree, drawn, 
 @pytest.mark.parametrize("at", ["mask", "advance"])
 def test_outputs_that_reach_a_dead_end_are_rejected(at):
     for count in (0, 2, None):
-        found, upper = sampled(CLIFF, count, "rejection", constraint=Cliffs(CLIFF, at=at))
+        sampled_p, upper = sampled(CLIFF, count, "rejection", constraint=Cliffs(CLIFF, at=at))
         for output, given_valid in by_enumeration(TOY, CLIFF, STOP, LENGTH).items():
-            assert found[output] == pytest.approx(given_valid * potential(CLIFF, ()) / upper, abs=1e-13)
+            assert sampled_p[output] == pytest.approx(given_valid * potential(CLIFF, ()) / upper, abs=1e-13)
 
 
 @pytest.mark.nightly
@@ -148,7 +148,7 @@ def test_expected_futures_begin_masked_and_end_with_the_conditional_distribution
 def test_every_output_follows_the_constraint_with_expected_futures():
     for count in (0, 3):
         for ((text, _),) in sampled(branching, count, "expected_futures")[0]:
-            assert all(token in branching(text[:place]) for place, token in enumerate(text))
+            assert all(token in branching(text[:number]) for number, token in enumerate(text))
 
 
 def test_a_state_that_was_not_scored():

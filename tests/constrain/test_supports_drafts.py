@@ -44,15 +44,16 @@ def test_a_controller_that_cannot_be_forked_receives_committed_tokens_only(place
     target = tiny_target()
     outputs = []
     for proposer in (Null(), draft(target), Repeat(3)):
-        own = Listens()
+        listener = Listens()
         applied = AppliedConstraint(
-            ControllerConstraint(lambda _, own=own: own, VOCABULARY, supports_drafts=False), placement
+            ControllerConstraint(lambda _, controller=listener: controller, VOCABULARY, supports_drafts=False),
+            placement,
         )
         group = fixed_group(
             Arm(target, proposer, Token(), CounterDraws(0), applied), [Request(0, "r", (1, 2), max_new_tokens=6)]
         )
         assert all(not done.draft.shape.nodes for done in group)
-        assert [token for append in own.heard for token in append] == group.sequences[0].emitted
+        assert [token for append in listener.heard for token in append] == group.sequences[0].emitted
         outputs.append(group.sequences[0].emitted)
     assert outputs[0] == outputs[1] == outputs[2]
 
@@ -96,7 +97,7 @@ def test_the_limit_on_forks_does_not_depend_on_drafts(monkeypatch):
             applied = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
             group = fixed_group(Arm(target, proposer, Token(), CounterDraws(0), applied), [request])
             list(group)
-            assert ("stuck" in {one.finish for one in group.sequences}) is broken
+            assert ("stuck" in {sequence.finish for sequence in group.sequences}) is broken
             assert bool(group.errors) is broken
     assert target.lm.cells.references.sum() == 0
 

@@ -39,8 +39,8 @@ def test_a_view_of_some_roots_has_their_masks_in_the_order_given():
     every = masks(*texts)
     for roots in ([0, 1], [1, 0], [1]):
         shape = forest((chain(0),) * len(roots))
-        found = every.view(roots)(shape, np.arange(len(roots)), np.empty(0, dtype=np.int64))
-        assert [np.flatnonzero(row).tolist() for row in found] == [sorted(uneven(texts[root])) for root in roots]
+        may_follow = every.view(roots)(shape, np.arange(len(roots)), np.empty(0, dtype=np.int64))
+        assert [np.flatnonzero(row).tolist() for row in may_follow] == [sorted(uneven(texts[root])) for root in roots]
 
 
 @pytest.mark.parametrize("budget", [1, 2])

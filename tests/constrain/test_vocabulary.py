@@ -14,8 +14,8 @@ BYTE_LEVEL = {"bundled": lambda: AutoTokenizer.from_pretrained(zoo("target")), "
 
 @pytest.mark.parametrize("tokenizer", [*BYTE_LEVEL.values(), lambda: sentencepiece(PROSE, 40)])
 def test_each_of_the_256_bytes_is_a_token(tokenizer):
-    own = tokenizer()
-    assert {*BYTES} <= {*token_bytes(own, len(own), own.all_special_ids)}
+    backend = tokenizer()
+    assert {*BYTES} <= {*token_bytes(backend, len(backend), backend.all_special_ids)}
 
 
 @pytest.mark.parametrize("name", BYTE_LEVEL)
@@ -34,6 +34,6 @@ def test_tokens_that_begin_with_the_byte_ff_have_bytes_and_special_ones_none():
     assert Vocabulary.plain(tokens, 0).bytes == [b"", *tokens[1:]]
     tokenizer = byte_level(PROSE, 0)
     tokenizer.add_tokens(["ÿ?"])
-    found = token_bytes(tokenizer, len(tokenizer), ())
-    assert found[0] == b"" and found[-1] == b"\xff?"
+    data = token_bytes(tokenizer, len(tokenizer), ())
+    assert data[0] == b"" and data[-1] == b"\xff?"
     assert tokenizer.decode([len(tokenizer) - 1]) == "\ufffd?", "added tokens are spelled as others are"

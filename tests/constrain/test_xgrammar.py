@@ -47,10 +47,10 @@ def engine():
 def walk(constraint, choose: random.Random, most: int) -> bytes | None:
     """A random text under the masks; None if it has not ended soon enough."""
     state, text = constraint.start(request()), b""
-    for place in range(most):
+    for n in range(most):
         words = allowed(state).tolist()
         short = sorted(words, key=lambda token: (len(constraint.tokens.bytes[token]), token))
-        token = choose.choice(short[:6] if place > most // 2 else words)
+        token = choose.choice(short[:6] if n > most // 2 else words)
         state.advance(token)
         if token in constraint.tokens.ends:
             return text
@@ -90,13 +90,13 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(engine, make)
                     state.advance(tokens[-1])
         shape = wood(rng, roots, 10)
         token = drafted(states, shape, rng, constraint.vocabulary)
-        found = constraint.masks(states, shape, token)
-        assert same(found, masks_by_forking(states, shape, token, constraint.vocabulary))
-        for row in np.flatnonzero(found.legal).tolist():
+        row_masks = constraint.masks(states, shape, token)
+        assert same(row_masks, masks_by_forking(states, shape, token, constraint.vocabulary))
+        for row in np.flatnonzero(row_masks.legal).tolist():
             if states[shape.root[row]] is not None:
                 path = [int(token[node - roots]) for node in shape.path(row)]
                 fresh = after(constraint, [*begun[shape.root[row]], *path])
-                assert np.array_equal(found.bits[row], fresh.mask())
+                assert np.array_equal(row_masks.bits[row], fresh.mask())
                 below += row >= roots
         for state, tokens in zip(states, begun, strict=True):  # the states are not changed
             assert state is None or np.array_equal(state.fork().mask(), after(constraint, tokens).mask())
@@ -125,9 +125,9 @@ def test_a_state_depends_on_its_path_alone(engine, make):
 def test_tokens_beyond_the_vocabulary_are_illegal_in_drafts(engine):
     constraint, token = engine.regex(toy(), "a*"), np.array([A, -1, 10**9, len(TOKENS), A])
     shape = Shape(2, np.array([0, 0, 1, 1, 3]))  # the last stands below an illegal one
-    found = constraint.masks([constraint.start(request()) for _ in range(2)], shape, token)
-    assert found.legal.tolist() == [True, True, True, False, False, False, False]
-    assert found.bits.any(-1).tolist() == found.legal.tolist()
+    row_masks = constraint.masks([constraint.start(request()) for _ in range(2)], shape, token)
+    assert row_masks.legal.tolist() == [True, True, True, False, False, False, False]
+    assert row_masks.bits.any(-1).tolist() == row_masks.legal.tolist()
 
 
 @pytest.mark.parametrize("padding", [0, 1, 31, 32, 40])

@@ -39,7 +39,7 @@ class At(ConstraintState):
 
 def uneven(text: tuple[int, ...]) -> list[int]:
     """One, two, three or all tokens are allowed, depending on the text."""
-    seed = sum((place + 2) * (token + 1) for place, token in enumerate(text)) + len(text)
+    seed = sum((number + 2) * (token + 1) for number, token in enumerate(text)) + len(text)
     count = (1, 3, 2, 4, 3)[seed % 5]
     return [(seed + k * 3) % 4 for k in range(count)] if count < 4 else [0, 1, 2, 3]
 

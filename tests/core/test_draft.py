@@ -53,13 +53,15 @@ def test_every_derived_property_follows_from_the_parents(shape):
 
 def visited(shape: Shape, row: int) -> list[int]:
     """The rows from ``row`` down, children before their parent, siblings in drawing order."""
-    return [*(one for child in shape.children[row] for one in visited(shape, int(child))), row]
+    return [*(visit for child in shape.children[row] for visit in visited(shape, int(child))), row]
 
 
 def around(shape: Shape, row: int) -> list[tuple[int, bool]]:
     """The nodes below ``row``, each as it is entered and as it is left."""
     return [
-        one for child in shape.children[row].tolist() for one in ((child, False), *around(shape, child), (child, True))
+        visit
+        for child in shape.children[row].tolist()
+        for visit in ((child, False), *around(shape, child), (child, True))
     ]
 
 
@@ -68,7 +70,7 @@ def test_the_properties_that_verifiers_read_follow_from_the_parents(shape):
     for row in range(shape.rows):
         line = above(shape, row)
         assert shape.lineage[row].tolist() == line + [-1] * (shape.lineage.shape[1] - len(line))
-        assert [one for one in shape.table[row].tolist() if one >= 0] == shape.children[row].tolist()
+        assert [child for child in shape.table[row].tolist() if child >= 0] == shape.children[row].tolist()
         assert shape.count[row] == len(shape.children[row])
     assert shape.expanded.tolist() == [row for row in range(shape.rows) if len(shape.children[row])]
     assert shape.branches == any(len(children) > 1 for children in shape.children)
@@ -86,8 +88,8 @@ def test_the_properties_that_verifiers_read_follow_from_the_parents(shape):
 def test_a_schedule_puts_nodes_into_steps_and_parts(shape, data):
     point = np.array(data.draw(st.lists(st.booleans(), min_size=shape.nodes, max_size=shape.nodes)), dtype=bool)
     marked = data.draw(st.booleans())
-    for step, one in ((shape.rank, shape.by_rank), (shape.turn, shape.by_turn)):
-        nodes, parents, steps, last, sampled = shape.schedule(step, point) if marked else one
+    for step, plan in ((shape.rank, shape.by_rank), (shape.turn, shape.by_turn)):
+        nodes, parents, steps, last, sampled = shape.schedule(step, point) if marked else plan
         is_point = point if marked else np.zeros(shape.nodes, dtype=bool)
         assert parents.tolist() == shape.parent[nodes].tolist() and sorted(nodes.tolist()) == list(range(shape.nodes))
         assert [start for start, *_ in steps] == [0, *(end for *_, end in steps)][: len(steps)]
@@ -145,15 +147,15 @@ def test_a_tree_holds_its_choices_breadth_first(shape):
 @given(st.lists(shapes(roots=1, most=6), min_size=1, max_size=4))
 def test_a_forest_concatenates_trees(trees):
     joined = forest(tuple(trees))
-    assert joined.roots == len(trees) and joined.nodes == sum(one.nodes for one in trees)
+    assert joined.roots == len(trees) and joined.nodes == sum(drafted_tree.nodes for drafted_tree in trees)
     first = len(trees)
-    for root, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
-        assert rows.tolist() == [root, *range(first, first + one.nodes)]
-        first += one.nodes
-        assert joined.depth[rows].tolist() == one.depth.tolist()
-        assert [joined.ranks(row) for row in rows] == [one.ranks(row) for row in range(one.rows)]
-        assert (joined.ancestors[np.ix_(rows, rows)] == one.ancestors).all()
-        assert ((joined.tree_masks[root] == 0) == one.ancestors).all()
+    for root, (drafted_tree, rows) in enumerate(zip(trees, joined.trees, strict=True)):
+        assert rows.tolist() == [root, *range(first, first + drafted_tree.nodes)]
+        first += drafted_tree.nodes
+        assert joined.depth[rows].tolist() == drafted_tree.depth.tolist()
+        assert [joined.ranks(row) for row in rows] == [drafted_tree.ranks(row) for row in range(drafted_tree.rows)]
+        assert (joined.ancestors[np.ix_(rows, rows)] == drafted_tree.ancestors).all()
+        assert ((joined.tree_masks[root] == 0) == drafted_tree.ancestors).all()
 
 
 def test_a_chain_is_one_path():

@@ -96,9 +96,9 @@ def test_rows_computed_only_that_cannot_be_computed_are_the_proposer_s_fault(par
 
 @pytest.mark.parametrize("error", [Passing("not the part's"), PartError("reported already"), KeyboardInterrupt()])
 def test_errors_raised_outside_the_part_are_unchanged(error):
-    with pytest.raises(type(error)) as found, attributed("proposer", Part()):
+    with pytest.raises(type(error)) as caught, attributed("proposer", Part()):
         raise error
-    assert found.value is error
+    assert caught.value is error
 
 
 # From the command line
@@ -139,7 +139,7 @@ def faulty(quick_cli, tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "faulty", raising=False)
-    runs = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS[:1]) if not one.startswith("proposer")]
+    runs = [run for run in checkpoints.short_runs(tmp_path, checkpoints.TEXTS[:1]) if not run.startswith("proposer")]
     return lambda of, *more: quick_cli(*more, *runs, "~proposer", f"+proposer._target_={of}")
 
 

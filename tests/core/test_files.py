@@ -132,9 +132,9 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path, number):
         with replacing(file):
             raise OSError(number, os.strerror(number))
 
-    with pytest.raises(OSError, match=r"space.*a\.txt'") as found:
+    with pytest.raises(OSError, match=r"space.*a\.txt'") as caught:
         full()
-    assert found.value.errno == number and found.value.filename == str(file)
+    assert caught.value.errno == number and caught.value.filename == str(file)
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
 
 

@@ -273,10 +273,10 @@ def test_invert_keeps_a_small_tail(rows, width, far):
 def test_invert_picks_no_zero_weight_where_a_product_rounds_up(rows, width):
     """Weights of the smallest double; zeros follow."""
     for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
-        for place in (0, width // 2, width - 1):
+        for column in (0, width // 2, width - 1):
             weights = np.zeros((rows, width))
-            weights[:, place] = 5e-324
-            assert pick(weights, np.full(rows, 1 - 2.0**-53)).tolist() == [place] * rows
+            weights[:, column] = 5e-324
+            assert pick(weights, np.full(rows, 1 - 2.0**-53)).tolist() == [column] * rows
 
 
 @pytest.mark.parametrize("width", [8, 100, 130, 640, 5000])

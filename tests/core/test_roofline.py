@@ -48,15 +48,15 @@ def test_layers_with_chunks_read_from_the_beginning_of_the_first_row_s_chunk():
 
 def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_checked_for():
     near = AttentionWork(8, 6, window=5), AttentionWork(8, 6, chunk=9)
-    own = Roofline(replace(WORK, attention=(*WORK.attention, *near)), LIMITS)
-    facts = json.loads(json.dumps(own.facts()))
+    written = Roofline(replace(WORK, attention=(*WORK.attention, *near)), LIMITS)
+    facts = json.loads(json.dumps(written.facts()))
     expect(facts, roofline.SHAPE, "roofline")
-    assert Roofline.of(facts) == own
+    assert Roofline.of(facts) == written
     newer = {part: {**values, "later": 1} for part, values in facts.items()}
-    assert Roofline.of(newer) == own, "a later version may record more"
+    assert Roofline.of(newer) == written, "a later version may record more"
     assert Roofline.of(None) is None
-    for one in facts["work"]["attention"]:
-        del one["chunk"]
+    for fact_value in facts["work"]["attention"]:
+        del fact_value["chunk"]
     expect(facts, roofline.SHAPE, "roofline")
     assert Roofline.of(facts) is not None, "an older version recorded no chunks"
 
@@ -87,11 +87,11 @@ def small(monkeypatch):
 
 
 def test_the_fastest_pass_counts_and_the_median_is_recorded_beside_it(small):
-    found = measure(4096 * 3, torch.float32, CPU, 0.01, ScriptedClock(2.0**-4, 2.0**-3, 2.0**-2))
-    assert found.read_bytes == 4096 * 3
-    assert found.bandwidth == found.read_bytes * 16 and found.peak == 2 * 8**3 * 16
-    assert found.bandwidth_median < found.bandwidth and found.peak_median < found.peak
-    assert (found.threads, found.peak_dtype) == (torch.get_num_threads(), "float32")
+    limits = measure(4096 * 3, torch.float32, CPU, 0.01, ScriptedClock(2.0**-4, 2.0**-3, 2.0**-2))
+    assert limits.read_bytes == 4096 * 3
+    assert limits.bandwidth == limits.read_bytes * 16 and limits.peak == 2 * 8**3 * 16
+    assert limits.bandwidth_median < limits.bandwidth and limits.peak_median < limits.peak
+    assert (limits.threads, limits.peak_dtype) == (torch.get_num_threads(), "float32")
 
 
 def test_the_threads_of_the_run_are_those_from_before(small):
@@ -107,8 +107,8 @@ def test_the_threads_of_the_run_are_those_from_before(small):
 
 def test_every_way_of_reading_reads_every_word():
     for name, read in machine_limits.reads(2 * 4096, CPU).items():
-        found = read().sum()
-        assert found == {"sum": 2048.0, "sums": 2048.0}.get(name, found) and found > 0
+        total = read().sum()
+        assert total == {"sum": 2048.0, "sums": 2048.0}.get(name, total) and total > 0
 
 
 def test_weights_larger_than_any_cache_are_read_in_part(monkeypatch, small):
@@ -120,10 +120,10 @@ def test_weights_larger_than_any_cache_are_read_in_part(monkeypatch, small):
 
 def caches(folder, core, *levels):
     for number, (level, kind, size, shared) in enumerate(levels):
-        own = folder / f"cpu{core}" / "cache" / f"index{number}"
-        own.mkdir(parents=True)
+        cache_folder = folder / f"cpu{core}" / "cache" / f"index{number}"
+        cache_folder.mkdir(parents=True)
         for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared)):
-            (own / name).write_text(f"{text}\n")
+            (cache_folder / name).write_text(f"{text}\n")
 
 
 def test_the_last_level_caches_of_all_allowed_cores_count_once_each(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_memory_that_is_missing_later_is_named_as_well_and_other_errors_are_not(
 def test_a_full_disk_keeps_the_older_file_and_is_named(tmp_path):
     file = tmp_path / "a.safetensors"
     save_tensors({"a": torch.ones(3)}, file)
-    with full_disk(2**16), pytest.raises(OSError, match=r"space.*a\.safetensors'") as found:
+    with full_disk(2**16), pytest.raises(OSError, match=r"space.*a\.safetensors'") as caught:
         save_tensors({"a": torch.ones(2**16)}, file)
-    assert (found.value.errno, found.value.filename) == (errno.EFBIG, str(file))
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(file))
     assert os.listdir(tmp_path) == [file.name] and torch.equal(load_file(file)["a"], torch.ones(3))

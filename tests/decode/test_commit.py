@@ -9,10 +9,10 @@ from tests.propose.lab import decode, emitted, plain_greedy, requests
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
 
 
-@pytest.mark.parametrize("place", range(8))
-def test_a_stop_token_ends_the_text_wherever_it_falls(target, truth, place):
+@pytest.mark.parametrize("index", range(8))
+def test_a_stop_token_ends_the_text_wherever_it_falls(target, truth, index):
     """Inside an accepted path, as the bonus, as the residual: the cut is at its first occurrence."""
-    stop = truth[0][place]
+    stop = truth[0][index]
     expected = truth[0][: truth[0].index(stop) + 1]
     for spoil in (0.0, 0.5, 1.0):
         group, steps = decode(target, Foretold(truth, spoil), requests(stop=frozenset({stop}))[:1])

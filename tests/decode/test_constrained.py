@@ -85,16 +85,16 @@ def vocabulary(target):
 def cases(target, vocabulary):
     """By kind: the constraint, whose sources are in the requests, and the requests."""
     compact = json_schema(vocabulary, whitespace_flexible=False)
-    sources = {"regex": (regex(vocabulary), REGEXES), "json": (compact, [json.dumps(one) for one in SCHEMAS])}
-    found = {}
+    sources = {"regex": (regex(vocabulary), REGEXES), "json": (compact, [json.dumps(schema) for schema in SCHEMAS])}
+    by_kind = {}
     for kind, (constraint, each) in sources.items():
         prompts = [tuple(target.tokenizer.encode(PROMPTS[number % len(PROMPTS)])) for number in range(len(each))]
         requests = [
             Request(number, f"{kind} {number}", tokens, max_new_tokens=NEW, stop=target.ends, constraint=source)
             for number, (tokens, source) in enumerate(zip(prompts, each, strict=True))
         ]
-        found[kind] = (constraint, requests)
-    return found
+        by_kind[kind] = (constraint, requests)
+    return by_kind
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def decode(target, proposer, verifier, requests, applied) -> list[list[int]]:
     for _ in group:
         pass
     assert not group.errors
-    return [one.emitted for one in group.sequences]
+    return [sequence.emitted for sequence in group.sequences]
 
 
 @pytest.mark.each_value
@@ -136,16 +136,16 @@ def test_speculation_changes_no_token(kind, name, target, cases, truths):
     constraint, requests = cases[kind]
     placement, fast = ("both", True) if name in ("draft_chain", "ngram_tree") else ("target", False)
     applied = AppliedConstraint(constraint, placement, fast_forward=fast)
-    found = decode(target, PROPOSERS[name](target), PAIRS[name], requests, applied)
-    assert found == truths[kind]
+    outcomes = decode(target, PROPOSERS[name](target), PAIRS[name], requests, applied)
+    assert outcomes == truths[kind]
 
 
 def test_budgets_and_threads_change_no_token(target, cases, truths):
     constraint, requests = cases["json"]
-    short = [replace(one, max_new_tokens=12) for one in requests]
+    short = [replace(request, max_new_tokens=12) for request in requests]
     applied = AppliedConstraint(constraint, "both", draft_budget=2, async_masks=True)
-    found = decode(target, PROPOSERS["draft_chain"](target), Token(), short, applied)
-    assert found == [one[:12] for one in truths["json"]]
+    outcomes = decode(target, PROPOSERS["draft_chain"](target), Token(), short, applied)
+    assert outcomes == [truth[:12] for truth in truths["json"]]
 
 
 def test_every_finished_output_is_valid(target, cases, truths):

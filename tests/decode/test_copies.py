@@ -123,7 +123,7 @@ def decoded(device, name, verifier, temperature, applied=None, count=2):
     )
 
 
-VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 EVERY = pytest.mark.parametrize("name", [name for name in PROPOSERS if name != "draft_gumbel"])
 TEMPERATURE = pytest.mark.parametrize("temperature", [0.0, 0.8])
 
@@ -160,9 +160,9 @@ class MadeUp(Readback):
     whole = 2
 
     def fetch(self, tensors):
-        assert all(one.is_meta for one in tensors)
+        assert all(tensor.is_meta for tensor in tensors)
         whole = {torch.int64: self.whole, torch.bool: False}
-        return [np.full(tuple(one.shape), whole.get(one.dtype, 0.5)) for one in tensors]
+        return [np.full(tuple(tensor.shape), whole.get(tensor.dtype, 0.5)) for tensor in tensors]
 
 
 UNSAMPLED = {

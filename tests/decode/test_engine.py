@@ -47,21 +47,23 @@ def memo():
 
 def wanted(sampling=COLD, new=NEW):
     """Requests of unequal prompts and lengths."""
-    return [Request(n, f"p{n}", one, sampling, new + n % 3) for n, one in enumerate(PROMPTS)]
+    return [Request(n, f"p{n}", prompt, sampling, new + n % 3) for n, prompt in enumerate(PROMPTS)]
 
 
 def room_for(requests, nodes, more):
     """A limit of the KV cache that holds the largest request, and ``more`` tokens."""
-    return max(len(one.tokens) + one.max_new_tokens for one in requests) + nodes + more
+    return max(len(request.tokens) + request.max_new_tokens for request in requests) + nodes + more
 
 
 def outputs(engine):
-    return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}
+    return {
+        (sequence.request.id, sequence.lineage): (sequence.emitted, sequence.finish) for sequence in engine.sequences
+    }
 
 
 def run(engine, requests=()):
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
     steps = list(engine)
     assert not engine.arm.target.lm.cells.references.any() and not engine.has_unfinished()
     return steps
@@ -69,12 +71,12 @@ def run(engine, requests=()):
 
 def alone(target, proposer, requests, verifier=None, applied=None):
     """The output of each request in an engine of its own."""
-    found = {}
-    for one in requests:
-        group = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(0), applied), [one])
+    texts = {}
+    for request in requests:
+        group = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(0), applied), [request])
         list(group)
-        found |= outputs(group)
-    return found
+        texts |= outputs(group)
+    return texts
 
 
 # Continuous batching -------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sa
         limits = replace(limits, max_kv_tokens=room_for(requests, proposer.nodes, limits.max_kv_tokens))
     engine = Engine(Arm(target, proposer, verifier, CounterDraws(0)), limits=limits)
     for step in run(engine, requests):
-        live = {one.request.id for one in [*step.sequences, *(one for one, _ in step.chunks)]}
+        live = {sequence.request.id for sequence in [*step.sequences, *(sequence for sequence, _ in step.chunks)]}
         assert live and len(live) <= (limits.max_batch_size or len(requests))
         computed = sum(count for _, count in step.chunks) + sum(count for count in step.pending if count > 1)
         assert computed <= (limits.max_prefill_tokens or computed)
@@ -138,11 +140,11 @@ def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(t
     proposer, requests = make(target), wanted(WARM)
     engine = Engine(Arm(target, proposer, verifier, CounterDraws(0)), limits=Limits(3, prefill))
     steps = []
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
         steps += [engine.step(), engine.step()]
     steps += engine
-    assert max(len({one.request.id for one in step.sequences}) for step in steps if step) > 1
+    assert max(len({sequence.request.id for sequence in step.sequences}) for step in steps if step) > 1
     assert outputs(engine) == alone(target, proposer, requests, verifier)
 
 
@@ -198,7 +200,7 @@ def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cach
         (draft_model("1x1", "point"), AppliedConstraint(Forcing(), fast_forward=True)),
         (Window(), None),
     ):
-        longest = max(min(len(one.tokens) + one.max_new_tokens, CONTEXT) for one in requests)
+        longest = max(min(len(request.tokens) + request.max_new_tokens, CONTEXT) for request in requests)
         most = longest + (0 if applied is None else RUN) + proposer.nodes
         engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), applied), limits=Limits(max_kv_tokens=most))
         used.clear()
@@ -215,18 +217,18 @@ def test_an_aborted_live_request_keeps_what_it_emitted_and_others_continue(targe
     proposer, requests = draft_model("1x1"), wanted()
     whole = alone(target, proposer, requests)
     engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(3))
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
     engine.step()
     engine.step()
     engine.abort(1)
     engine.abort(77)  # unknown
     list(engine)
-    found = outputs(engine)
-    tokens, finish = found.pop((1, ()))
+    texts = outputs(engine)
+    tokens, finish = texts.pop((1, ()))
     expected, _ = whole.pop((1, ()))
     assert finish == "aborted" and 0 < len(tokens) < len(expected) and tokens == expected[: len(tokens)]
-    assert found == whole and not engine.errors
+    assert texts == whole and not engine.errors
     engine.abort(0)
     assert outputs(engine)[0, ()] == whole[0, ()], "a request that has ended is left as it is"
     assert not target.lm.cells.references.any() and not proposer.lm.cells.references.any()
@@ -239,24 +241,28 @@ def test_an_aborted_preempted_request_ends_like_a_live_one(target):
     engine = Engine(
         Arm(target, Null(), Token(), CounterDraws(0), pieces=pieces), listen=True, limits=Limits(max_kv_tokens=most)
     )
-    for one in requests:
-        engine.add(one)
-    while not (preempted := [one for one in engine.sequences if one.finish is None and one not in engine.live]):
+    for request in requests:
+        engine.add(request)
+    while not (
+        preempted := [
+            sequence for sequence in engine.sequences if sequence.finish is None and sequence not in engine.live
+        ]
+    ):
         engine.step()
-    (one,) = preempted[:1]
-    engine.abort(one.request.id)
-    assert one.finish == "aborted" and one.stream.finished
+    (sequence,) = preempted[:1]
+    engine.abort(sequence.request.id)
+    assert sequence.finish == "aborted" and sequence.stream.finished
     list(engine)
     whole = alone(target, Null(), requests)
     for key, (tokens, finish) in outputs(engine).items():
-        assert tokens == whole[key][0][: len(tokens)] and (finish == "aborted") is (key[0] == one.request.id)
+        assert tokens == whole[key][0][: len(tokens)] and (finish == "aborted") is (key[0] == sequence.request.id)
 
 
 def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_where_all_are_preempted(target):
     asked = []
 
     def keep(ended):
-        asked.append([(one.lineage, one.finish) for one in ended])
+        asked.append([(sequence.lineage, sequence.finish) for sequence in ended])
         return [1]
 
     forks = after(2, [Branch(), Branch()])
@@ -264,17 +270,17 @@ def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_w
     requests = [Request(n, f"p{n}", PROMPTS[n], COLD, 12) for n in range(2)]
     limits = Limits(max_kv_tokens=room_for(requests, 0, 6))
     engine = Engine(Arm(target, Null(), Token(), CounterDraws(0), AppliedConstraint(constraint)), limits=limits)
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
 
     def own():
-        return [one for one in engine.sequences if one.request.id == 1]
+        return [sequence for sequence in engine.sequences if sequence.request.id == 1]
 
-    while not (len(own()) == 2 and not any(one in engine.live or one.finish for one in own())):
+    while not (len(own()) == 2 and not any(sequence in engine.live or sequence.finish for sequence in own())):
         engine.step()
     engine.abort(1)
     assert asked == [[((), "aborted"), ((0, 1), "aborted")]]
-    assert [one.kept for one in own()] == [False, True]
+    assert [sequence.kept for sequence in own()] == [False, True]
     list(engine)
     assert len(asked) == 2 and not target.lm.cells.references.any()
 
@@ -382,8 +388,8 @@ def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cel
     applied = AppliedConstraint(ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, "scripted"))
     proposer = Counts(failing, at)
     engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), applied), limits=limits)
-    for one in wanted():
-        engine.add(one)
+    for request in wanted():
+        engine.add(request)
     with pytest.raises(PartError, match="proposer 'counts' raised RuntimeError: it broke"):
         decode(engine)
     assert len(proposer.closed) == len(proposer.opened) and set(proposer.closed) == set(proposer.opened)
@@ -427,39 +433,39 @@ class Guess(Proposer):
     def propose(self, batch):
         self.log += "p"
         tokens = []
-        for one in batch.sequences:
-            length = len(one.kv)
-            assert one.state.tokens == one.tokens[:length] and not one.state.closed
-            noise = np.random.default_rng(one.tokens)
-            right = self.likeliest(one.tokens)
+        for sequence in batch.sequences:
+            length = len(sequence.kv)
+            assert sequence.state.tokens == sequence.tokens[:length] and not sequence.state.closed
+            noise = np.random.default_rng(sequence.tokens)
+            right = self.likeliest(sequence.tokens)
             children = [right, (right + 1 + int(noise.integers(VOCABULARY - 1))) % VOCABULARY]
             if noise.random() < 0.4:
                 children.reverse()
             tokens += children
             for child in children:
-                below = self.likeliest([*one.tokens, child])
+                below = self.likeliest([*sequence.tokens, child])
                 tokens.append(below if noise.random() < 0.7 else int(noise.integers(VOCABULARY)))
         return Draft(forest((SHAPE,) * len(batch.sequences)), torch.tensor(tokens, dtype=torch.long))
 
     def observe(self, observed):
         self.log += "o"
         self.rewound.clear()
-        assert len({id(one.sequence) for one in observed}) == len(observed)
-        for one in observed:
-            state, end = one.sequence.state, len(one.sequence.kv)
-            count = end - one.start
-            assert one.start == len(state.tokens) and count > 0
-            assert list(one.tokens) == one.sequence.tokens[one.start : end + 1]
-            state.tokens += one.tokens[:count]
+        assert len({id(observation.sequence) for observation in observed}) == len(observed)
+        for observation in observed:
+            state, end = observation.sequence.state, len(observation.sequence.kv)
+            count = end - observation.start
+            assert observation.start == len(state.tokens) and count > 0
+            assert list(observation.tokens) == observation.sequence.tokens[observation.start : end + 1]
+            state.tokens += observation.tokens[:count]
             if self.requires.hidden:
-                assert len(one.hidden) == count
-                state.hidden += one.hidden.clone()
-            self.accepted += len(one.accepted)
+                assert len(observation.hidden) == count
+                state.hidden += observation.hidden.clone()
+            self.accepted += len(observation.accepted)
             self.longest = max(self.longest, count)
 
     def fork(self, state):
         self.log += "f"
-        assert not any(state is one for one in self.rewound), "forks come before the rewinds of the same step"
+        assert not any(state is rewound for rewound in self.rewound), "forks come before the rewinds of the same step"
         self.made += 1
         return Seen(state.tokens, state.hidden)
 
@@ -481,10 +487,10 @@ class Guess(Proposer):
         if not state.tokens or not self.requires.hidden:
             return
         with torch.inference_mode():
-            found = self.target.lm.model(
+            output = self.target.lm.model(
                 input_ids=torch.tensor([state.tokens]), output_hidden_states=True, use_cache=False
             ).hidden_states
-        expected = torch.cat([found[layer][0] for layer in LAYERS], -1)
+        expected = torch.cat([output[layer][0] for layer in LAYERS], -1)
         torch.testing.assert_close(torch.stack(state.hidden), expected, rtol=0, atol=1e-10)
 
     def finished(self):
@@ -555,11 +561,11 @@ class Window(Proposer):
 
 def test_cells_of_rows_that_are_computed_only_are_freed(target):
     engine = Engine(Arm(target, Window(), Token(), CounterDraws(0)))
-    for one in wanted():
-        engine.add(one)
+    for request in wanted():
+        engine.add(request)
     while engine.has_unfinished():
         engine.step()
-        assert (target.lm.cells.references > 0).sum() == sum(len(one.kv) for one in engine.live)
+        assert (target.lm.cells.references > 0).sum() == sum(len(sequence.kv) for sequence in engine.live)
 
 
 @pytest.mark.parametrize("layer", [99, -99])
@@ -581,21 +587,21 @@ def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
 
     class Logits(Guess):
         def propose(self, batch):
-            self.texts = {one.request.id: list(one.tokens) for one in batch.sequences}
+            self.texts = {sequence.request.id: list(sequence.tokens) for sequence in batch.sequences}
             self.draft = super().propose(batch)
             return self.draft
 
         def observe(self, observed):
-            for number, one in enumerate(observed):
-                text, shape = self.texts[one.sequence.request.id], self.draft.shape
+            for number, observation in enumerate(observed):
+                text, shape = self.texts[observation.sequence.request.id], self.draft.shape
                 rows = shape.trees[number].tolist()
-                assert len(one.rows) == len(rows) == len(one.logits) == len(one.top_k)
-                for place, row in enumerate(rows):
+                assert len(observation.rows) == len(rows) == len(observation.logits) == len(observation.top_k)
+                for index, row in enumerate(rows):
                     path = [int(self.draft.token[node - shape.roots]) for node in shape.path(row)]
-                    assert one.rows[place] == [*text, *path][-1]
+                    assert observation.rows[index] == [*text, *path][-1]
                     expected = plain_logits(self.target.lm.model, text + path)
-                    torch.testing.assert_close(one.logits[place], expected, rtol=0, atol=1e-10)
-                    assert one.top_k[place].tolist() == expected.topk(3).indices.tolist()
+                    torch.testing.assert_close(observation.logits[index], expected, rtol=0, atol=1e-10)
+                    assert observation.top_k[index].tolist() == expected.topk(3).indices.tolist()
             super().observe(observed)
 
     proposer = Logits(target, Requires(logits=True, top_k=3))

@@ -47,22 +47,22 @@ def given_valid(constraint, placement="target", **options) -> AppliedConstraint:
 
 def by_enumeration(toy: RandomToy, allowed, stop: int, length: int) -> dict:
     """p(x | valid): the product of the tables' probabilities for every valid text, renormalised."""
-    found = {}
+    masses = {}
     for count in range(1, length + 1):
         for text in product(range(toy.v), repeat=count):
             if text[-1] == stop and stop not in text[:-1]:
-                steps = [(text[:place], token) for place, token in enumerate(text)]
+                steps = [(text[:number], token) for number, token in enumerate(text)]
                 if all(token in allowed(before) for before, token in steps):
                     p = [toy.probabilities(len(before))[0][code(before, toy.v)][token] for before, token in steps]
-                    found[((text, "stop"),)] = float(np.prod(p))
-    total = sum(found.values())
-    return {output: p / total for output, p in found.items()}
+                    masses[((text, "stop"),)] = float(np.prod(p))
+    total = sum(masses.values())
+    return {output: p / total for output, p in masses.items()}
 
 
 def branching(text: tuple[int, ...]) -> list[int]:
     """Two or three tokens, and the end of the text but at its beginning and after token 1."""
-    own = [token for token in range(3) if len(text) % 2 or token != (sum(text) + len(text)) % 3]
-    return own + [3] * (bool(text) and text[-1] != 1)
+    allowed = [token for token in range(3) if len(text) % 2 or token != (sum(text) + len(text)) % 3]
+    return allowed + [3] * (bool(text) and text[-1] != 1)
 
 
 def instance_of(tree: str, tokens: int, placement: str = "both", **options) -> Instance:
@@ -88,13 +88,13 @@ def test_every_verifier_has_the_conditional_distribution(verifier, placement):
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
-@pytest.mark.parametrize("instance", conditioned(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instance", conditioned(), ids=lambda instance: instance.name)
 @pytest.mark.each_value
 def test_certify_s_enumeration_under_a_grammar_finds_no_difference(instance, verifier):
-    found = examine(instance, "iid", verifier)
-    assert found.wrong is None
-    assert found.outcomes >= 5
-    assert found.drafted
+    finding = examine(instance, "iid", verifier)
+    assert finding.wrong is None
+    assert finding.outcomes >= 5
+    assert finding.drafted
 
 
 @pytest.mark.each_value
@@ -138,13 +138,13 @@ def test_it_composes_with_a_minimum_length_and_healing():
 def weights_are(change):
     """Replace the potentials of every node."""
     right = Potential.weights.func
-    with mock.patch.object(Potential, "weights", property(lambda self: [change(one) for one in right(self)])):
+    with mock.patch.object(Potential, "weights", property(lambda self: [change(weights) for weights in right(self)])):
         yield
 
 
 FAULTS = {
-    "masked only": lambda: weights_are(lambda one: TokenWeights(one.tokens, np.ones(len(one.tokens)))),
-    "a potential twice": lambda: weights_are(lambda one: TokenWeights(one.tokens, one.weight**2)),
+    "masked only": lambda: weights_are(lambda weights: TokenWeights(weights.tokens, np.ones(len(weights.tokens)))),
+    "a potential twice": lambda: weights_are(lambda weights: TokenWeights(weights.tokens, weights.weight**2)),
     "in place of p": lambda: mock.patch.object(
         spec_lab.decode.rows,
         "condition_",
@@ -203,8 +203,8 @@ def test_each_request_of_a_batch_has_its_own_distribution(target):
     group = decode(target, firsts, given_valid(OfPrompt(uneven, VOCABULARY), "both"))
     list(group)
     assert not group.errors
-    for one in group.sequences:
-        assert tuple(one.emitted) in texts_for(one.request) and one.finish == "stop"
+    for sequence in group.sequences:
+        assert tuple(sequence.emitted) in texts_for(sequence.request) and sequence.finish == "stop"
     alone = [decode(target, [first], given_valid(OfPrompt(uneven, VOCABULARY))) for first in (11, 8)]
     for group_of_one, number in zip(alone, (0, 1), strict=True):
         group_of_one.add(replace(group.sequences[number].request, id=7, name="copy"))
@@ -227,8 +227,8 @@ def test_the_potential_is_computed_once_for_copies_of_a_request(target):
 def test_a_request_without_a_valid_output_ends_alone(target):
     group = decode(target, [11, 9, 8], given_valid(OfPrompt(uneven, VOCABULARY), "both"))
     list(group)
-    by_id = sorted(group.sequences, key=lambda one: one.request.id)
-    assert [one.finish for one in by_id] == ["stop", "stuck", "stop"] and not by_id[1].emitted
+    by_id = sorted(group.sequences, key=lambda sequence: sequence.request.id)
+    assert [sequence.finish for sequence in by_id] == ["stop", "stuck", "stop"] and not by_id[1].emitted
     assert list(group.errors) == [by_id[1]]
     assert group.errors[by_id[1]].startswith("request 'r1'")
     assert "no output that the constraint allows ends within max_new_tokens" in group.errors[by_id[1]]

@@ -79,24 +79,28 @@ def proposers(target):
 def requests(target):
     """Three prompts of each workload; of long ones the ends."""
     whole = requests_of(target, some_prompts(PROMPTS), GREEDY, NEW)
-    return [replace(one, tokens=one.tokens[-LONGEST:]) for one in whole]
+    return [replace(request, tokens=request.tokens[-LONGEST:]) for request in whole]
 
 
 @pytest.fixture(scope="module")
 def truths(requests):
     model = AutoModelForCausalLM.from_pretrained(ZOO / "target", dtype=torch.float64).eval()
-    found = [truth(model, request) for request in requests]
-    assert min(distance for _, distance in found) > 1e-6, "no ties that rounding could decide"
-    return [tokens for tokens, _ in found]
+    answers = [truth(model, request) for request in requests]
+    assert min(distance for _, distance in answers) > 1e-6, "no ties that rounding could decide"
+    return [tokens for tokens, _ in answers]
 
 
 def test_every_compatible_pair_is_compared(proposers):
     assert {(name, verifier.name) for name, verifier in pairs(proposers)} == {
         (name, verifier) for name, fitting in EXPECTED.items() for verifier in fitting
     }
-    found = [getattr(verify, name) for name in verify.__all__ if hasattr(getattr(verify, name), "accepts")]
-    lossless = {one.name for one in found if one is not verify.Verifier and one.lossless is True}
-    assert lossless | {"lenient"} == set(BY_NAME) == set(SHORT.values()) and all(one.lossless for one in VERIFIERS)
+    verifiers = [getattr(verify, name) for name in verify.__all__ if hasattr(getattr(verify, name), "accepts")]
+    lossless = {
+        verifier.name for verifier in verifiers if verifier is not verify.Verifier and verifier.lossless is True
+    }
+    assert lossless | {"lenient"} == set(BY_NAME) == set(SHORT.values()) and all(
+        verifier.lossless for verifier in VERIFIERS
+    )
 
 
 def test_a_cold_tree_of_sampled_siblings_is_refused(target):

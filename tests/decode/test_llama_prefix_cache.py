@@ -77,8 +77,8 @@ def test_a_prefix_cache_changes_no_token_and_frees_every_cell(name, limits, wind
             assert 0 < used(lm) <= counted(lm)
             prefixes.clear()
         assert not used(lm) and not lm.sequences and len(lm.context._free_ids) == MAX_IDS
-        outputs.append({one.request.id: (one.emitted, one.finish) for one in engine.sequences})
-        reused.append(sum(one.reused for one in engine.sequences))
+        outputs.append({sequence.request.id: (sequence.emitted, sequence.finish) for sequence in engine.sequences})
+        reused.append(sum(sequence.reused for sequence in engine.sequences))
     assert outputs[0] == outputs[1] and reused[0] == 0 and reused[1] > 2 * len(COMMON)
 
 
@@ -90,7 +90,7 @@ def test_a_copy_shares_the_cells_of_a_kept_text_which_are_counted_once():
     first.close()
     assert used(lm) == counted(lm) == 200
     copies = [lm.open_copy(kept, 150, 180) for _ in range(5)]
-    assert used(lm) == counted(lm) == 200 and [one.reserve for one in copies] == [30] * 5
+    assert used(lm) == counted(lm) == 200 and [copy.reserve for copy in copies] == [30] * 5
     output = lm.forward(copies, [[7, 8], [9], [7], [1], [2]], empty(5))
     np.testing.assert_array_equal(output.logits[0], logits_of([*text(1, 200)[:150], 7, 8], V))
     assert used(lm) == counted(lm) == 206 and lm.context.cells == 256, "the KV cache need not grow"
@@ -122,9 +122,9 @@ def test_no_cell_in_use_is_left_uncounted_after_any_copies_rewinds_and_trees(see
         if what == 0:
             kept.append((lm.open_copy(sequence, len(sequence), len(sequence), exact=True), list(tokens)))
         elif what == 1 and kept:
-            source, own = kept[int(generator.integers(len(kept)))]
-            length = int(generator.integers(1, len(own) + 1))
-            live.append((lm.open_copy(source, length, 50), own[:length]))
+            source, kept_tokens = kept[int(generator.integers(len(kept)))]
+            length = int(generator.integers(1, len(kept_tokens) + 1))
+            live.append((lm.open_copy(source, length, 50), kept_tokens[:length]))
         elif what == 2:
             length = int(generator.integers(len(tokens)))
             sequence.truncate(length)
@@ -151,8 +151,8 @@ def test_kept_texts_give_their_ids_to_trees_and_requests_the_least_recently_used
     lm.forward([wide], [[1]], Draft(Shape(1, np.zeros(240, dtype=np.int64)), torch.zeros(240).long()))
     assert sum(bool(len(text.kv)) for text in prefixes.texts) == MAX_IDS - 240
     wide.accept()
-    found = prefixes.open(lm, [*prefixes.texts[-1].tokens, 5], 99)
-    assert len(found) == len(prefixes.texts[-1].tokens) and len(prefixes.texts) == MAX_IDS - 240
+    kv = prefixes.open(lm, [*prefixes.texts[-1].tokens, 5], 99)
+    assert len(kv) == len(prefixes.texts[-1].tokens) and len(prefixes.texts) == MAX_IDS - 240
 
 
 def test_without_a_free_id_nothing_is_kept_and_the_source_itself_is_given_up():
@@ -163,8 +163,8 @@ def test_without_a_free_id_nothing_is_kept_and_the_source_itself_is_given_up():
     live.pop().close()
     prefixes.keep(lm, text(1, 20), live[0])
     assert len(prefixes.texts) == 1
-    found = prefixes.open(lm, text(1, 30), 40)
-    assert len(found) == 0 and found.open and not len(prefixes.texts[0].kv)
+    kv = prefixes.open(lm, text(1, 30), 40)
+    assert len(kv) == 0 and kv.open and not len(prefixes.texts[0].kv)
 
 
 def test_kept_texts_are_given_up_where_cells_or_memory_run_short():
@@ -178,7 +178,7 @@ def test_kept_texts_are_given_up_where_cells_or_memory_run_short():
         assert used(lm) == 240
         output = lm.forward([lm.open()], [text(9, 90)], empty(1))
         np.testing.assert_array_equal(output.logits[0], logits_of(text(9, 90), V))
-        assert [len(one.kv) for one in prefixes.texts] == [0, 80, 80], limit
+        assert [len(kept_text.kv) for kept_text in prefixes.texts] == [0, 80, 80], limit
 
 
 class SixteenIds(FakeLlama):
@@ -199,14 +199,14 @@ def test_a_text_is_not_kept_or_takes_the_place_of_an_older_one_where_ids_cannot_
         sequence.close()
     live = [computed(lm, text(9 + number, 20)) for number in range((8 if window else 16) - kept)]
     prefixes.keep(lm, text(9, 20), live[0])
-    assert [one.tokens[0] for one in prefixes.texts if len(one.kv)] == [1, 9][:kept]
+    assert [kept_text.tokens[0] for kept_text in prefixes.texts if len(kept_text.kv)] == [1, 9][:kept]
     output = lm.forward(live, [[5]] * len(live), empty(len(live)))
     np.testing.assert_array_equal(output.logits[0], logits_of([*text(9, 20), 5], V))
     if kept:  # a copy of the kept text and a new request take the ids of the others
-        found = prefixes.open(lm, text(9, 30), 40)
-        assert len(found) == 20 and [len(one.kv) for one in prefixes.texts] == [0, 20]
-        found = prefixes.open(lm, text(9, 30), 40)
-        assert len(found) == 0 and not any(len(one.kv) for one in prefixes.texts)
-        output = lm.forward([found], [text(9, 30)], empty(1))
+        kv = prefixes.open(lm, text(9, 30), 40)
+        assert len(kv) == 20 and [len(kept_text.kv) for kept_text in prefixes.texts] == [0, 20]
+        kv = prefixes.open(lm, text(9, 30), 40)
+        assert len(kv) == 0 and not any(len(kept_text.kv) for kept_text in prefixes.texts)
+        output = lm.forward([kv], [text(9, 30)], empty(1))
         np.testing.assert_array_equal(output.logits[0], logits_of(text(9, 30), V))
     assert used(lm) <= counted(lm) and lm.context.ids == 16

@@ -40,7 +40,7 @@ def called(source: str) -> set[str]:
             value = ast.unparse(node.value)
             if value.split(".")[-1] in RUNNERS:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                aliases |= {one.id: value for one in targets if isinstance(one, ast.Name)}
+                aliases |= {target.id: value for target in targets if isinstance(target, ast.Name)}
     calls = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
     return {
         f"{aliases.get(owner, owner)}.{name}" if owner else name
@@ -51,14 +51,14 @@ def called(source: str) -> set[str]:
 RUNNERS = {"lm", "runner"}
 
 
-def runs(calls: set[str], own: str | None = None) -> set[str]:
+def runs(calls: set[str], itself: str | None = None) -> set[str]:
     """Those that compute with a runner; ``own`` is one that may."""
-    found = set()
+    distinct = set()
     for call in calls:
         runner, _, method = call.rpartition(".")
-        if method in COMPUTES and runner.split(".")[-1] in RUNNERS and runner != own:
-            found.add(call)
-    return found
+        if method in COMPUTES and runner.split(".")[-1] in RUNNERS and runner != itself:
+            distinct.add(call)
+    return distinct
 
 
 def probabilities(calls: set[str]) -> set[str]:

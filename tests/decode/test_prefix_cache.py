@@ -46,7 +46,7 @@ def target():
 def wanted(sampling=COLD):
     """Requests that begin equally, the last two with most of another's prompt; and one that begins otherwise."""
     prompts = [COMMON + end for end in ENDS] + [(9, 9, 2)]
-    return [Request(n, f"p{n}", one, sampling, NEW + n % 3) for n, one in enumerate(prompts)]
+    return [Request(n, f"p{n}", prompt, sampling, NEW + n % 3) for n, prompt in enumerate(prompts)]
 
 
 def cache(tokens=4096):
@@ -56,16 +56,18 @@ def cache(tokens=4096):
 def decode(target, proposer, requests, verifier=None, applied=None, limits=None, prefixes=None):
     arm = Arm(target, proposer, verifier or Token(), CounterDraws(0), applied, prefix_cache=prefixes)
     engine = Engine(arm, limits=limits or Limits())
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
     list(engine)
     if prefixes is not None:
-        held = sum(len(one.kv) for one in prefixes.texts)
+        held = sum(len(kept_text.kv) for kept_text in prefixes.texts)
         assert target.lm.cells.references.sum() == held, "only kept texts hold cells"
         prefixes.clear()
     assert not target.lm.cells.references.any()
-    outputs = {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}
-    return outputs, {one.request.id: one.reused for one in engine.sequences if not one.lineage}
+    outputs = {
+        (sequence.request.id, sequence.lineage): (sequence.emitted, sequence.finish) for sequence in engine.sequences
+    }
+    return outputs, {sequence.request.id: sequence.reused for sequence in engine.sequences if not sequence.lineage}
 
 
 PROPOSERS = {
@@ -94,8 +96,8 @@ def test_a_prefix_cache_changes_no_token(target, name, limits):
     make, verifier, sampling = PROPOSERS[name]
     requests = wanted(sampling)
     expected, _ = decode(target, make(target), requests, verifier, limits=LIMITS[limits])
-    found, reused = decode(target, make(target), requests, verifier, limits=LIMITS[limits], prefixes=cache())
-    assert found == expected
+    outputs, reused = decode(target, make(target), requests, verifier, limits=LIMITS[limits], prefixes=cache())
+    assert outputs == expected
     assert reused[0] == 0 and sum(reused.values()) > 2 * len(COMMON)
 
 
@@ -106,8 +108,8 @@ def test_a_prefix_cache_changes_no_token(target, name, limits):
 def test_nor_do_layers_with_windows_chunks_latents_and_biases(target, make):
     target = replace(target, lm=CausalLM(make()))
     expected, _ = decode(target, NgramTree(6, 3, 2, 1), wanted(), limits=Limits(2))
-    found, reused = decode(target, NgramTree(6, 3, 2, 1), wanted(), limits=Limits(2), prefixes=cache())
-    assert found == expected and sum(reused.values()) > 2 * len(COMMON)
+    outputs, reused = decode(target, NgramTree(6, 3, 2, 1), wanted(), limits=Limits(2), prefixes=cache())
+    assert outputs == expected and sum(reused.values()) > 2 * len(COMMON)
 
 
 @pytest.mark.each_value
@@ -116,9 +118,9 @@ def test_nor_do_layers_with_windows_chunks_latents_and_biases(target, make):
 def test_forks_get_the_same_tokens_where_their_prompt_comes_from_the_cache(target, acts, sampling):
     """Also those that are made before the first token: they wait for the step that computes the rest of the prompt."""
     constraint = ControllerConstraint(lambda request: Scripted(after(acts, [Branch(), Branch()])), VOCABULARY)
-    own = AppliedConstraint(constraint)
+    applied = AppliedConstraint(constraint)
     both = [
-        decode(target, Ngram(3, 2, 1), wanted(sampling), applied=own, limits=Limits(2), prefixes=prefixes)
+        decode(target, Ngram(3, 2, 1), wanted(sampling), applied=applied, limits=Limits(2), prefixes=prefixes)
         for prefixes in (None, cache())
     ]
     assert both[0][0] == both[1][0] and len(both[0][0]) == 2 * len(wanted())
@@ -132,9 +134,9 @@ def test_the_prompt_of_a_live_request_is_reused_and_neither_changes_the_other(ta
     engine.step()
     engine.add(requests[1])
     list(engine)
-    assert [one.reused for one in engine.sequences] == [0, len(COMMON) + 2]
+    assert [sequence.reused for sequence in engine.sequences] == [0, len(COMMON) + 2]
     alone, _ = decode(tiny_target(), Null(), requests[:2])
-    assert {(one.request.id, ()): (one.emitted, one.finish) for one in engine.sequences} == alone
+    assert {(sequence.request.id, ()): (sequence.emitted, sequence.finish) for sequence in engine.sequences} == alone
 
 
 def test_the_next_turn_of_a_chat_computes_only_what_is_new(target):
@@ -164,24 +166,24 @@ class Watch(Proposer):
         return Draft(forest((chain(1),) * len(batch.sequences)), torch.zeros(len(batch.sequences), dtype=torch.long))
 
     def observe(self, observed):
-        for one in observed:
-            state = one.sequence.state
-            assert len(state) == one.start
-            count = len(one.sequence.kv) - one.start
-            state += one.tokens[:count]
-            self.seen[one.sequence.request.id] = state
+        for observation in observed:
+            state = observation.sequence.state
+            assert len(state) == observation.start
+            count = len(observation.sequence.kv) - observation.start
+            state += observation.tokens[:count]
+            self.seen[observation.sequence.request.id] = state
 
 
 def test_every_position_is_observed_once_whether_computed_or_reused(target):
     proposer, requests = Watch(), wanted()
     engine = Engine(Arm(target, proposer, Token(), CounterDraws(0), prefix_cache=cache()), limits=Limits(2, 3, 60))
-    for one in requests:
-        engine.add(one)
+    for request in requests:
+        engine.add(request)
     list(engine)
-    for one in engine.sequences:
-        assert proposer.seen[one.request.id] == one.tokens[: len(proposer.seen[one.request.id])]
-        assert len(proposer.seen[one.request.id]) >= len(one.tokens) - 1
-    assert any(one.reused for one in engine.sequences)
+    for sequence in engine.sequences:
+        assert proposer.seen[sequence.request.id] == sequence.tokens[: len(proposer.seen[sequence.request.id])]
+        assert len(proposer.seen[sequence.request.id]) >= len(sequence.tokens) - 1
+    assert any(sequence.reused for sequence in engine.sequences)
 
 
 # What is kept --------------------------------------------------------------------------------------------------------
@@ -229,11 +231,13 @@ def test_the_texts_that_were_not_used_for_the_longest_time_are_dropped():
         keep(prefixes, lm, text(first, 100))
     assert len(prefixes.open(lm, [*text(1, 40), 9], 300)) == 40
     keep(prefixes, lm, text(4, 100))
-    assert [one.tokens[0] for one in prefixes.texts] == [3, 1, 4] and prefixes.tokens == 3 * BLOCK
+    assert [kept_text.tokens[0] for kept_text in prefixes.texts] == [3, 1, 4] and prefixes.tokens == 3 * BLOCK
     keep(prefixes, lm, text(5, 2 * BLOCK))
-    assert [one.tokens[0] for one in prefixes.texts] == [4, 5]
+    assert [kept_text.tokens[0] for kept_text in prefixes.texts] == [4, 5]
     keep(prefixes, lm, text(6, 9 * BLOCK))
-    assert [(one.tokens[0], len(one.kv)) for one in prefixes.texts] == [(6, 3 * BLOCK)], "its beginning"
+    assert [(kept_text.tokens[0], len(kept_text.kv)) for kept_text in prefixes.texts] == [(6, 3 * BLOCK)], (
+        "its beginning"
+    )
     assert lm.open_ones == 2
     prefixes.clear()
     assert lm.open_ones == 1 and not prefixes.texts
@@ -252,14 +256,14 @@ def test_only_computed_tokens_are_kept_and_the_last_token_is_always_computed_ane
 def test_a_copied_prefix_lies_in_cells_without_holes():
     """Those of the copied sequence are scattered by rejected nodes."""
     lm = CausalLM(tiny_model())
-    one, rng = lm.open(), np.random.default_rng(0)
+    kv, rng = lm.open(), np.random.default_rng(0)
     draft = Draft(forest((chain(4),)), torch.from_numpy(rng.integers(0, VOCABULARY, 4)))
-    lm.forward([one], [[1, 2, 3]], draft)
-    other = one.fork()
-    one.accept([0, 2])
+    lm.forward([kv], [[1, 2, 3]], draft)
+    other = kv.fork()
+    kv.accept([0, 2])
     lm.forward([other], [[4]], Draft(forest((chain(1),)), torch.tensor([5])))
-    copied = lm.open_copy(one, 5, 300)
-    assert one.slots.tolist() != copied.slots.tolist() == [0, 1, 2, 3, 4] and copied.stream != one.stream
+    copied = lm.open_copy(kv, 5, 300)
+    assert kv.slots.tolist() != copied.slots.tolist() == [0, 1, 2, 3, 4] and copied.stream != kv.stream
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------

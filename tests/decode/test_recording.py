@@ -46,26 +46,26 @@ def random_draft(rng, drawn):
 
 def walked(draft, p):
     """Conditional acceptance by walking the siblings of every row: recursive rejection, as papers write it."""
-    shape, found = draft.shape, np.full(draft.shape.nodes, np.nan)
+    shape, probabilities = draft.shape, np.full(draft.shape.nodes, np.nan)
     for row in range(shape.rows):
-        left, own, alive = p[row].numpy().copy(), None, 1.0
+        left, q_row, alive = p[row].numpy().copy(), None, 1.0
         if draft.q is not None:
-            own = draft.q[row].numpy().copy()
+            q_row = draft.q[row].numpy().copy()
         for child in shape.children[row]:
             token = int(draft.token[child - shape.roots])
-            q = np.eye(5)[token] if own is None else own
+            q = np.eye(5)[token] if q_row is None else q_row
             accept = min(1.0, left[token] / q[token])
-            found[child - shape.roots] = alive * accept
+            probabilities[child - shape.roots] = alive * accept
             alive *= 1 - accept
             if alive == 0:
-                found[[n - shape.roots for n in shape.children[row] if n > child]] = 0.0
+                probabilities[[n - shape.roots for n in shape.children[row] if n > child]] = 0.0
                 break
             left = np.maximum(left - q, 0)
             left /= left.sum()
             if draft.drawn == "without":
-                own[token] = 0
-                own /= own.sum()
-    return found
+                q_row[token] = 0
+                q_row /= q_row.sum()
+    return probabilities
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
@@ -107,7 +107,7 @@ def test_acceptance_along_a_path_multiplies_to_where_it_ends(verifier):
 def test_rows_hold_the_tree_the_path_and_the_emitted_tokens(target, verifier, drawn, sampling):
     proposer = draft_model("2x2x1", drawn)
     engine, steps, rows = recorded(target, proposer, verifier, requests(sampling, new=8))
-    texts = {one.request.id: [] for one in engine.sequences}
+    texts = {sequence.request.id: [] for sequence in engine.sequences}
     for info, of_step in zip(steps, rows, strict=True):
         for tree_number, row in enumerate(of_step):
             assert set(DRAFT_COLUMNS) <= row.keys()
@@ -131,8 +131,8 @@ def test_rows_hold_the_tree_the_path_and_the_emitted_tokens(target, verifier, dr
 
 def _reach(accept, parents):
     reach = []
-    for own, parent in zip(accept, parents, strict=True):
-        reach.append((own or 0.0) * (1.0 if parent < 0 else reach[parent]))
+    for chance, parent in zip(accept, parents, strict=True):
+        reach.append((chance or 0.0) * (1.0 if parent < 0 else reach[parent]))
     return reach
 
 
@@ -156,16 +156,16 @@ def test_nodes_outside_the_constraint_are_marked_and_have_no_probability():
     _, _, rows = recorded(target, proposer, Token(), short_requests(0.8, 2), AppliedConstraint(EvenTokens()))
     nodes = [
         (token, legal, p, accept, row["draft_legal"][parent] if parent >= 0 else True)
-        for one in rows
-        for row in one
+        for entry in rows
+        for row in entry
         for token, legal, p, accept, parent in zip(
             *(row[f"draft_{name}"] for name in ("tokens", "legal", "p", "accept", "parents")), strict=True
         )
     ]
     assert all(legal == (above and token % 2 == 0) for token, legal, _, _, above in nodes)
     assert all(not accept for _, legal, _, accept, _ in nodes if not legal)
-    assert all(row["legal"] == sum(row["draft_legal"]) for one in rows for row in one)
-    assert all(row["forced"] == sum(row["draft_forced"]) for one in rows for row in one)
+    assert all(row["legal"] == sum(row["draft_legal"]) for entry in rows for row in entry)
+    assert all(row["forced"] == sum(row["draft_forced"]) for entry in rows for row in entry)
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM])
@@ -181,7 +181,7 @@ def test_what_was_not_verified_has_no_acceptance(target, monkeypatch, sampling):
 
     monkeypatch.setattr(target.lm, "run", fails_at_the_third)
     _, _, rows = recorded(target, draft_model("2x1", "point"), Token(), requests(sampling, new=8))
-    failed = [row for one in rows for row in one if not row["expected_kind"]]
+    failed = [row for entry in rows for row in entry if not row["expected_kind"]]
     assert len(failed) == 1 and len(failed[0]["draft_tokens"]) == 4 and set(failed[0]["draft_accept"]) == {None}
 
 

@@ -47,14 +47,14 @@ def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(ta
         for row, sequence, rows in zip(info.rows(), info.sequences, shape.trees, strict=True):
             nodes = rows[1:]
             assert row["draft_tokens"] == info.draft.token[torch.from_numpy(nodes - shape.roots)].tolist()
-            for place, node in enumerate(nodes.tolist()):
+            for number, node in enumerate(nodes.tolist()):
                 above = [*texts[sequence.request.id], *path_tokens(info.draft, int(shape.parent[node - shape.roots]))]
                 p, q = (plain_probabilities(model.lm.model, above, WARM) for model in (target, proposer))
-                token = row["draft_tokens"][place]
-                assert row["draft_p"][place] == pytest.approx(float(p[token]))
-                assert row["draft_q"][place] == (None if drawn == "point" else pytest.approx(float(q[token])))
+                token = row["draft_tokens"][number]
+                assert row["draft_p"][number] == pytest.approx(float(p[token]))
+                assert row["draft_q"][number] == (None if drawn == "point" else pytest.approx(float(q[token])))
         for sequence, got in zip(info.sequences, info.committed, strict=True):
-            texts[sequence.request.id] += [one.token for one in got.tokens if one.kept]
+            texts[sequence.request.id] += [token.token for token in got.tokens if token.kept]
     assert sum(len(row["draft_tokens"]) for info in steps for row in info.rows()) > 20
 
 

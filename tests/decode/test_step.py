@@ -46,8 +46,8 @@ def test_following_the_arg_max_gives_the_rows_of_the_whole_verdict(target, truth
             calls.append(draft.shape.nodes)
             return verifier(draft, p)
 
-    def rows(one):
-        group, steps = decode(target, Foretold(truth), requests(), one)
+    def rows(rule):
+        group, steps = decode(target, Foretold(truth), requests(), rule)
         return emitted(group), [(info.expected.tolist(), info.empty.tolist(), info.rows()) for info in steps]
 
     calls = []
@@ -78,7 +78,7 @@ def test_a_verifier_that_does_not_support_the_draft_is_refused_at_once(target, t
 def test_other_requests_of_a_batch_do_not_change_a_request_s_tokens(target, truth, temperature):
     wanted = requests(Sampling(temperature=temperature))
     together, _ = decode(target, Foretold(truth), wanted)
-    alone = [emitted(decode(target, Foretold(truth), [one])[0])[0] for one in wanted]
+    alone = [emitted(decode(target, Foretold(truth), [request])[0])[0] for request in wanted]
     assert emitted(together) == alone
 
 

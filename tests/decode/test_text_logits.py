@@ -55,7 +55,7 @@ def test_no_forward_has_more_leaves_than_the_runner_supports(target, monkeypatch
     )
     computed, log_p = found(target)
     assert computed == forwards == len(seen)
-    ends = [sum(not len(children) for children in one.shape.children) for one in seen]
+    ends = [sum(not len(children) for children in draft.shape.children) for draft in seen]
     assert max(ends) <= leaves
     check(target, log_p)
 

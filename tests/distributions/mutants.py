@@ -594,7 +594,7 @@ MUTANTS = [
 
 def identify(mutant: Mutant) -> str:
     """Layer and name, and how it is broken where another mutant shares both."""
-    several = Counter((one.layer, one.name) for one in MUTANTS)[mutant.layer, mutant.name] > 1
+    several = Counter((other.layer, other.name) for other in MUTANTS)[mutant.layer, mutant.name] > 1
     return f"{mutant.layer}: {mutant.name}" + (f" ({mutant.how})" if several else "")
 
 
@@ -618,7 +618,7 @@ def seen(mutant: Mutant) -> list[Kill]:
     """The results of the mutant's layer, case by case."""
     verifier = mutant.verifier or mutant.original
     with mutant.patch():
-        return [check(mutant.layer, one.instance, mutant.proposer or one.drawn, verifier) for one in mutant.cases]
+        return [check(mutant.layer, case.instance, mutant.proposer or case.drawn, verifier) for case in mutant.cases]
 
 
 @cache
@@ -634,9 +634,9 @@ def check(layer: Layer, instance: Instance, drafts: Proposer | Drawn, verifier: 
         return Kill(p, where if p < ALPHA else None)
     with inverse() if layer == "loop" else nullcontext():
         proof = prove(drafts, verifier, [instance])
-    (found,) = proof.findings
-    assert abs(found.mass - 1) < EXACT and proof.drafts == ("reference" if isinstance(drafts, str) else "proposer")
-    return Kill(found.tv, found.wrong and f"{found.wrong} ({instance.name})")
+    (finding,) = proof.findings
+    assert abs(finding.mass - 1) < EXACT and proof.drafts == ("reference" if isinstance(drafts, str) else "proposer")
+    return Kill(finding.tv, finding.wrong and f"{finding.wrong} ({instance.name})")
 
 
 def p_value(drafts: Proposer | Drawn, verifier: Verifier, instance: Instance = JOINT) -> float:

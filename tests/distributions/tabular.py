@@ -195,13 +195,13 @@ class Outputs(outputs.StepOutputs):
         mass = residual.sum(-1)
         assert (mass[verdict.stop > 1e-14] > 0).all(), "a path can end where nothing can be emitted"
         emitted = (probability[shape.root] * verdict.stop / np.where(mass > 0, mass, 1.0))[:, None] * residual
-        found = cls(world, int(shape.depth.max()) + 1)
+        instance = cls(world, int(shape.depth.max()) + 1)
         for depth in range(int(shape.depth.max()) + 1):
             rows = np.flatnonzero(shape.depth == depth)
-            np.add.at(found.exactly[depth + 1].reshape(-1, v), number[rows], emitted[rows])
-        found.accepted = float((emitted.sum(-1) * shape.depth).sum())
-        found.expected = float(probability @ verdict.expected_accepted(shape))
-        return found
+            np.add.at(instance.exactly[depth + 1].reshape(-1, v), number[rows], emitted[rows])
+        instance.accepted = float((emitted.sum(-1) * shape.depth).sum())
+        instance.expected = float(probability @ verdict.expected_accepted(shape))
+        return instance
 
     def tv(self, length: int | None = None) -> float:
         """Distance to the target distribution of ``length`` tokens; shorter outputs are continued by exact target

@@ -33,10 +33,12 @@ EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.n
 @pytest.mark.parametrize(
     ("tree", "tokens", "drawn", "verifier"),
     [
-        pytest.param(*tree, drawn, one, marks=[pytest.mark.nightly] if (tree, drawn, one.name) == LONGEST else [])
+        pytest.param(
+            *tree, drawn, verifier, marks=[pytest.mark.nightly] if (tree, drawn, verifier.name) == LONGEST else []
+        )
         for tree in (("1", 4), ("1x1", 3), ("2", 4), ("2x1", 2))
         for drawn in ("iid", "without", "point")
-        for one in LOSSLESS
+        for verifier in LOSSLESS
     ],
 )
 def test_four_tokens_have_the_target_s_distribution(tree, tokens, drawn, verifier):
@@ -94,10 +96,10 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
 
 def distribution_of(outcomes, stop=frozenset()):
     """The probability of each output; a text ends with a stop token or at its length."""
-    found = Counter()
+    counts = Counter()
     for probability, text in outcomes:
-        found[((text, "stop" if text[-1] in stop else "length"),)] += probability
-    return found
+        counts[((text, "stop" if text[-1] in stop else "length"),)] += probability
+    return counts
 
 
 @EVERY_VERIFIER
@@ -147,7 +149,7 @@ class Moody:
     def propose(self, batch) -> Draft:
         draft = self.inner.propose(batch)
         quiet = [len(s.emitted) % 2 == 1 for s in batch.sequences]
-        return draft.cut([0 if one else 9 for one in quiet])
+        return draft.cut([0 if silent else 9 for silent in quiet])
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_a_draft_that_reads_ahead_is_seen():
                 int(draft.token[rows[1] - draft.shape.roots]) != 0 if len(rows) > 1 else True
                 for rows in draft.shape.trees
             ]
-            return draft.cut([9 if one else 0 for one in keep])
+            return draft.cut([9 if kept else 0 for kept in keep])
 
     parts = parts._replace(proposer=Choosy(parts.proposer))
     outputs = distribution_of([(p, text) for p, (text, _) in decoded(parts, Token(), tokens=3)])

@@ -71,12 +71,12 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), c
             pass
         return tuple(group.sequences[0].emitted)
 
-    found = Counter()
+    counts = Counter()
     for mass, output in explore(once):
-        found[output] += mass
+        counts[output] += mass
     expected = truth(target, sampling, stop)
-    assert (sum(found.values()), sum(expected.values())) == pytest.approx((1, 1))
-    return 0.5 * sum(abs(found[path] - expected.get(path, 0.0)) for path in {*found, *expected})
+    assert (sum(counts.values()), sum(expected.values())) == pytest.approx((1, 1))
+    return 0.5 * sum(abs(counts[path] - expected.get(path, 0.0)) for path in {*counts, *expected})
 
 
 @pytest.mark.each_value

@@ -12,7 +12,7 @@ from spec_lab.verify import Match, Token, Traversal
 from tests.distributions.tabular import Outputs, World, every_draft, propose
 
 EXACT = 1e-12
-WORLDS = [World(one.seed, one.v, plain=one.plain) for one in TOYS]
+WORLDS = [World(toy.seed, toy.v, plain=toy.plain) for toy in TOYS]
 TREES = {
     "[1]": chain(1),
     "[1,1]": chain(2),

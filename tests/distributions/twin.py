@@ -21,20 +21,20 @@ def drawn_from(draft: Draft) -> np.ndarray:
     """``[M, V]``: the distribution each node's token was drawn from, given its earlier siblings."""
     shape, token = draft.shape, draft.token.tolist()
     width = 1 + max(token, default=0) if draft.q is None else draft.q.shape[1]
-    found = np.zeros((shape.nodes, width))
+    probabilities = np.zeros((shape.nodes, width))
     for row in range(shape.rows):
         taken = []  # by earlier siblings drawn without replacement
         for child in shape.children[row] - shape.roots:
             way = WAYS[draft.codes[child]]
             if way == "point":
-                found[child, token[child]] = 1.0
+                probabilities[child, token[child]] = 1.0
                 continue
             q = draft.q[draft.q_row[row]].double().numpy().copy()
             if way == "without":
                 q[taken] = 0.0
                 taken.append(token[child])
-            found[child] = norm(q)
-    return found
+            probabilities[child] = norm(q)
+    return probabilities
 
 
 def ratio(p: float, q: float) -> float:

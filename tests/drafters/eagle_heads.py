@@ -92,17 +92,24 @@ def written(folder, config, tensors, name="model.safetensors"):
     """The folder, with the head in it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({key: one.contiguous() for key, one in tensors.items()}, folder / name)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
     return str(folder)
 
 
 def speculators(config, tensors):
     """The same EAGLE-3 head as speculators writes it."""
-    own = {"draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"}
-    named = {name.replace("midlayer.", "layers.0."): one for name, one in tensors.items()}
+    fields = {
+        "draft_vocab_size",
+        "target_hidden_size",
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+    }
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     return {
         "speculators_model_type": "eagle3", "speculators_version": "0.3.0", "architectures": ["Eagle3Speculator"],
-        "transformer_layer_config": {key: one for key, one in config.items() if key not in own},
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in fields},
         "target_hidden_size": None, "norm_before_fc": None,
-        **{key: one for key, one in config.items() if key in own},
+        **{key: value for key, value in config.items() if key in fields},
     }, named  # fmt: skip

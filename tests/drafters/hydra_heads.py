@@ -40,8 +40,8 @@ def hydra(
             linear(f"hydra_mlp.{head}.{first}.res_connection", h, (head + 2) * h)
         again = linear(f"hydra_mlp.{head}.{first + step}.linear", h, h) if layers > 1 else ()
         for layer in range(2, layers if copies else 0):
-            for kind, one in zip(("weight", "bias"), again, strict=True):
-                tensors[f"hydra_mlp.{head}.{first + layer * step}.linear.{kind}"] = one.clone()
+            for kind, tensor in zip(("weight", "bias"), again, strict=True):
+                tensors[f"hydra_mlp.{head}.{first + layer * step}.linear.{kind}"] = tensor.clone()
         if not shared:
             linear(f"hydra_lm_head.{head}.1" if prefix else f"hydra_lm_head.{head}", v, h)
     config = {
@@ -49,5 +49,5 @@ def hydra(
         "hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": True, "hidden_state_offset": 0,
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
     }  # fmt: skip
-    own = {"shared_lm_head": shared, "identity_skip": identity}
-    return config | {name: value for name, value in own.items() if value}, tensors
+    flags = {"shared_lm_head": shared, "identity_skip": identity}
+    return config | {name: value for name, value in flags.items() if value}, tensors

@@ -32,16 +32,16 @@ def sentencepiece(text, merges, begin=True, **names):
 
     Only ASCII has characters of its own.
     """
-    plain = "".join(one if one.isascii() else "" for one in text).replace("\n", "").replace(" ", "▁")
+    plain = "".join(character if character.isascii() else "" for character in text).replace("\n", "").replace(" ", "▁")
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     trained.train_from_iterator([plain] * 3, trainers.BpeTrainer(vocab_size=120 + merges, show_progress=False))
-    found = json.loads(trained.to_str())["model"]
+    model = json.loads(trained.to_str())["model"]
     letters = ["▁", *map(chr, range(33, 127))]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
-    tokens += [token for token in found["vocab"] if token not in letters][:merges]
+    tokens += [token for token in model["vocab"] if token not in letters][:merges]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    kept = [tuple(pair) for pair in found["merges"] if "".join(pair) in vocabulary]
+    kept = [tuple(pair) for pair in model["merges"] if "".join(pair) in vocabulary]
     inner = Tokenizer(models.BPE(vocabulary, kept, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([

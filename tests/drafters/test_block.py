@@ -144,7 +144,7 @@ def test_the_confidence_head_is_read(target, folders, name):
 def test_distributions_are_right_after_rewinds_and_forks_and_forced_tokens_are_computed_first(target, folders):
     proposer = BlockDrafter.load(target, folders["dspark"], depth=3)
     batch = batch_of(target, requests(WARM)[:1], proposer)
-    (one,) = batch.sequences
+    (seq,) = batch.sequences
     target.lm.capture(proposer.requires.hidden)
 
     def compute():
@@ -164,18 +164,18 @@ def test_distributions_are_right_after_rewinds_and_forks_and_forced_tokens_are_c
     assert drafted() == 0, "no position is computed"
     compute()
     assert drafted() == 3
-    one.tokens += [5, 9]
+    seq.tokens += [5, 9]
     assert drafted() == 0, "several tokens are pending"
     compute()
     assert drafted() == 3
     for length in (4, 1):
-        del one.tokens[length + 1 :]
-        one.kv.truncate(length)
-        proposer.rewind(one.state, length)
-        one.tokens[-1] = 30 + length
+        del seq.tokens[length + 1 :]
+        seq.kv.truncate(length)
+        proposer.rewind(seq.state, length)
+        seq.tokens[-1] = 30 + length
         assert drafted() == 3
         compute()
-    batch.sequences.append(fork_of(one, proposer))
+    batch.sequences.append(fork_of(seq, proposer))
     assert drafted() == 6
     batch.sequences[1].tokens[-1] = 3
     compute()
@@ -198,7 +198,7 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
-    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    truth = [plain_greedy(target.lm.model, request.tokens, 20) for request in requests()]
     group, steps = decode(target, BlockDrafter.load(target, folders[name], **options), requests())
     assert emitted(group) == truth
     assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
@@ -212,15 +212,15 @@ def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
-    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
 def test_drafts_end_with_the_target_s_context(folders):
     target = tiny_target(num_hidden_layers=4, context=20)
     group, _ = decode(target, BlockDrafter.load(target, folders["dflash"], depth=4), requests())
-    assert {one.finish for one in group.sequences} <= {"context", "length"}
-    for one, found in zip(requests(), emitted(group), strict=True):
-        assert found == plain_greedy(target.lm.model, one.tokens, len(found))
+    assert {sequence.finish for sequence in group.sequences} <= {"context", "length"}
+    for request, text in zip(requests(), emitted(group), strict=True):
+        assert text == plain_greedy(target.lm.model, request.tokens, len(text))
 
 
 def test_taps_are_spread_over_the_target_where_none_are_named(tmp_path):
@@ -245,11 +245,11 @@ def test_a_field_with_the_value_that_is_meant_without_it_changes_nothing(target,
     if where == "outside":
         del changed["block_size"]  # which some files hold in dflash_config only
     path = written(tmp_path / "drafter", changed, tensors)
-    found = [
+    texts = [
         emitted(decode(target, BlockDrafter.load(target, folder, tree=TREE), requests(WARM))[0])
         for folder in (folders["dflash"], path)
     ]
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 def inner(**fields):

@@ -68,8 +68,8 @@ def cascade(inner, model=MODEL, **options):
     return lab.cascade(inner, CausalLM(model), **options)
 
 
-def cells_are_free(one):
-    return not one.arm.target.lm.cells.references.any()
+def cells_are_free(proposer):
+    return not proposer.arm.target.lm.cells.references.any()
 
 
 # What is drafted -----------------------------------------------------------------------------------------------------
@@ -79,51 +79,51 @@ def cells_are_free(one):
 @pytest.mark.parametrize("drawn", ["iid", "point"])
 @pytest.mark.each_value
 def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, truth, name, drawn):
-    one = cascade(INNER[name](), drawn=drawn)
-    group, steps = decode(target, one, requests())
+    cascaded = cascade(INNER[name](), drawn=drawn)
+    group, steps = decode(target, cascaded, requests())
     reference, others = decode(target, draft_model("1x1x1", drawn), requests())
     assert emitted(group) == emitted(reference) == truth
     assert [info.draft.token.tolist() for info in steps] == [info.draft.token.tolist() for info in others]
     assert all((info.draft.q is None) == (drawn == "point") for info in steps)
-    assert cells_are_free(one)
+    assert cells_are_free(cascaded)
 
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.8, top_k=5, repetition_penalty=1.3)], ids=["warm", "penalised"])
 @pytest.mark.each_value
 def test_the_stated_distributions_are_the_draft_model_s(target, name, sampling):
-    one = cascade(INNER[name]())
+    cascaded = cascade(INNER[name]())
     compared = 0
-    for info, before in steps_after_texts(target, one, requests(sampling, new=10)):
+    for info, before in steps_after_texts(target, cascaded, requests(sampling, new=10)):
         assert info.draft.shape.depth[info.draft.shape.roots - 1 :].max() == 3
         for row, _, text, (token,) in expanded(info.draft, before):
             q = info.draft.q[info.draft.q_row[row]]
             torch.testing.assert_close(q, plain_probabilities(MODEL, text, sampling), rtol=0, atol=1e-9)
             assert q[token] > 0
             compared += 1
-    assert compared > 20 and cells_are_free(one)
+    assert compared > 20 and cells_are_free(cascaded)
 
 
 def test_a_temperature_of_its_own_and_requests_that_sample_differently_share_a_batch(target):
     mixed = [
-        replace(one, sampling=sampling)
-        for one, sampling in zip(requests(new=8), [COLD, WARM, Sampling(0.5)], strict=True)
+        replace(request, sampling=sampling)
+        for request, sampling in zip(requests(new=8), [COLD, WARM, Sampling(0.5)], strict=True)
     ]
     for temperature in (None, 2.0):
         for info, before in steps_after_texts(target, cascade(Ngram(3, 2, 1), temperature=temperature), mixed):
             for row, sequence, text, _ in expanded(info.draft, before):
-                of = next(one for one in info.sequences if one.tokens[: len(sequence.tokens)] == sequence.tokens)
-                own = of.request.sampling if temperature is None else Sampling(temperature)
-                expected = plain_probabilities(MODEL, text, own)
+                of = next(seq for seq in info.sequences if seq.tokens[: len(sequence.tokens)] == sequence.tokens)
+                sampling = of.request.sampling if temperature is None else Sampling(temperature)
+                expected = plain_probabilities(MODEL, text, sampling)
                 torch.testing.assert_close(info.draft.q[info.draft.q_row[row]], expected, rtol=0, atol=1e-9)
 
 
 def test_a_draft_model_that_is_guessed_right_is_called_less_often_than_it_drafts_tokens(target, truth):
-    one = cascade(draft_model("1x1x1x1", lm=CausalLM(MODEL)), depth=4)
-    group, steps = decode(target, one, requests())
+    cascaded = cascade(draft_model("1x1x1x1", lm=CausalLM(MODEL)), depth=4)
+    group, steps = decode(target, cascaded, requests())
     chains = cascade(Ngram(1, 1, 1, "first"), depth=4)
     _, others = decode(target, chains, requests())
-    assert one.arm.target.lm.forwards <= len(steps) < chains.arm.target.lm.forwards
+    assert cascaded.arm.target.lm.forwards <= len(steps) < chains.arm.target.lm.forwards
     assert emitted(group) == truth and len(steps) == len(others)
 
 
@@ -136,8 +136,8 @@ def test_calls_and_copies_of_inner_steps_are_counted_as_the_proposer_s(target):
 
 
 def test_chains_end_with_the_context_of_the_target_and_of_the_draft_model(target):
-    one = cascade(Ngram(3, 2, 1), depth=4, context=len(PROMPTS[0]) + 6)
-    _, steps = decode(target, one, requests(new=12, prompts=PROMPTS[:1]))
+    cascaded = cascade(Ngram(3, 2, 1), depth=4, context=len(PROMPTS[0]) + 6)
+    _, steps = decode(target, cascaded, requests(new=12, prompts=PROMPTS[:1]))
     lengths = [(info.context[0], info.draft.shape.nodes) for info in steps]
     assert all(nodes == min(4, max(0, len(PROMPTS[0]) + 6 - length)) for length, nodes in lengths)
     assert lengths[-1][1] == 0
@@ -153,57 +153,63 @@ def test_chains_end_with_the_context_of_the_target_and_of_the_draft_model(target
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_after_growth_rewinds_and_forks_chains_are_those_of_the_text(data):
-    one = cascade(INNER[data.draw(st.sampled_from(["n-gram", "chain", "recycling", "best of two"]))]())
-    batch = batch_of(one.arm.target, requests(prompts=PROMPTS[:2]), one)
+    cascaded = cascade(INNER[data.draw(st.sampled_from(["n-gram", "chain", "recycling", "best of two"]))]())
+    batch = batch_of(cascaded.arm.target, requests(prompts=PROMPTS[:2]), cascaded)
     live = list(batch.sequences)
     for step in range(data.draw(st.integers(1, 4))):
-        draft = one.propose(replace(batch, sequences=live))
+        draft = cascaded.propose(replace(batch, sequences=live))
         chains = draft.token.view(len(live), 3).tolist()
-        assert chains == [plain_greedy(MODEL, own.tokens, 3) for own in live]
-        for own, chain in zip(list(live), chains, strict=True):
+        assert chains == [plain_greedy(MODEL, sequence.tokens, 3) for sequence in live]
+        for sequence, chain in zip(list(live), chains, strict=True):
             kept = data.draw(st.integers(0, 3))
-            own.tokens += [*chain[:kept], data.draw(st.integers(0, 9))]
-            own.step = step + 1
+            sequence.tokens += [*chain[:kept], data.draw(st.integers(0, 9))]
+            sequence.step = step + 1
             if data.draw(st.booleans()):
-                removed = data.draw(st.integers(0, min(3, len(own.emitted))))
-                del own.tokens[len(own.tokens) - removed :]
-                one.rewind(own.state, len(own.tokens) - 1)
+                removed = data.draw(st.integers(0, min(3, len(sequence.emitted))))
+                del sequence.tokens[len(sequence.tokens) - removed :]
+                cascaded.rewind(sequence.state, len(sequence.tokens) - 1)
             if len(live) < 4 and data.draw(st.booleans()):
-                live.append(fork_of(own, one, [*own.tokens, data.draw(st.integers(0, 9))], number=len(live)))
-    for own in live:
-        one.close(own.state)
-        own.kv.close()
-    assert cells_are_free(one)
+                live.append(
+                    fork_of(sequence, cascaded, [*sequence.tokens, data.draw(st.integers(0, 9))], number=len(live))
+                )
+    for sequence in live:
+        cascaded.close(sequence.state)
+        sequence.kv.close()
+    assert cells_are_free(cascaded)
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["cold", "warm"])
 def test_preempted_requests_and_requests_alone_get_the_same_tokens(target, sampling):
     def run(wanted, limits):
-        one = cascade(Ngram(3, 2, 1))
-        engine = Engine(Arm(target, one, Token(), Watched(CounterDraws(0))), limits=limits)
+        cascaded = cascade(Ngram(3, 2, 1))
+        engine = Engine(Arm(target, cascaded, Token(), Watched(CounterDraws(0))), limits=limits)
         for request in wanted:
             engine.add(request)
         list(engine)
-        assert cells_are_free(one)
-        return {own.request.id: own.emitted for own in engine.sequences}
+        assert cells_are_free(cascaded)
+        return {sequence.request.id: sequence.emitted for sequence in engine.sequences}
 
     together = run(requests(sampling), Limits())
-    alone = {number: tokens for one in requests(sampling) for number, tokens in run([one], Limits()).items()}
+    alone = {number: tokens for request in requests(sampling) for number, tokens in run([request], Limits()).items()}
     assert together == alone
     wanted = requests(sampling)
-    most = max(len(one.tokens) + one.max_new_tokens for one in wanted) + 8
-    one = cascade(Ngram(3, 2, 1))
-    engine = Engine(Arm(target, one, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most, max_prefill_tokens=4))
+    most = max(len(request.tokens) + request.max_new_tokens for request in wanted) + 8
+    asked = cascade(Ngram(3, 2, 1))
+    engine = Engine(
+        Arm(target, asked, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most, max_prefill_tokens=4)
+    )
     for request in wanted:
         engine.add(request)
     list(engine)
-    assert {own.request.id: own.emitted for own in engine.sequences} == together and cells_are_free(one)
+    assert {sequence.request.id: sequence.emitted for sequence in engine.sequences} == together and cells_are_free(
+        asked
+    )
 
 
 def test_no_random_choice_shares_its_key_with_another(target):
     group = Engine(Arm(target, cascade(draft_model("1x1", seed=2)), Token(), Watched(CounterDraws(0))))
-    for one in requests(WARM):
-        group.add(one)
+    for request in requests(WARM):
+        group.add(request)
     assert list(group)
 
 
@@ -213,19 +219,19 @@ def test_broken_logits_of_the_draft_model_end_their_own_request_only(target, tru
     model = tiny_model(seed=1, num_hidden_layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = bad
-    one = cascade(Ngram(3, 2, 1), model=model)
-    group, _ = decode(target, one, requests(sampling, new=4, prompts=(PROMPTS[0], (60, 1), PROMPTS[2])))
-    assert [own.finish for own in group.sequences] == ["length", "nan", "length"]
+    cascaded = cascade(Ngram(3, 2, 1), model=model)
+    group, _ = decode(target, cascaded, requests(sampling, new=4, prompts=(PROMPTS[0], (60, 1), PROMPTS[2])))
+    assert [sequence.finish for sequence in group.sequences] == ["length", "nan", "length"]
     assert "the draft's logits are NaN or infinite" in group.errors[group.sequences[1]]
     if sampling is COLD:
         assert emitted(group)[::2] == [truth[0][:4], truth[2][:4]]
-    assert cells_are_free(one)
+    assert cells_are_free(cascaded)
 
 
 # Exactness -----------------------------------------------------------------------------------------------------------
 
 TARGET, DRAFT = table_models(RandomToy(4, plain=True), 3)
-CHAINS = [one for one in QUICK if one.chain and not one.tokens]
+CHAINS = [instance for instance in QUICK if instance.chain and not instance.tokens]
 
 
 def toy(inner, kind=DraftCascade, **options):
@@ -258,13 +264,13 @@ class KeepsWhatWasGuessed(EndsWithItsStep):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("inner", [Ngram(3, 3, 1), draft_model("1x1", lm=DRAFT)], ids=["n-gram", "chain"])
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 def test_a_chain_that_ends_with_an_inner_step_would_be_exact(inner, verifier):
     shorter = toy(inner, EndsWithItsStep)
     shorter.arm = replace(shorter.arm, verifier=verifier)
-    ends, full = (prove(one, Token(), CHAINS) for one in (shorter, toy(inner)))
+    ends, full = (prove(proposer, Token(), CHAINS) for proposer in (shorter, toy(inner)))
     assert ends.worst.tv < 1e-12 and ends.failure is None and ends.missing == ()
-    assert [one.accepted for one in ends.findings] != [one.accepted for one in full.findings]
+    assert [finding.accepted for finding in ends.findings] != [finding.accepted for finding in full.findings]
 
 
 def test_a_chain_of_guessed_tokens_alone_is_found_not_to_be_exact():
@@ -272,7 +278,7 @@ def test_a_chain_of_guessed_tokens_alone_is_found_not_to_be_exact():
     assert wrong.worst.tv > 0.01 and wrong.failure is not None
 
 
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 def test_drafts_of_a_lossy_inner_verification_are_found_not_to_be_exact(verifier):
     lossy = toy(draft_model("1x1", lm=DRAFT))
     lossy.arm = replace(lossy.arm, verifier=Lenient(0.5))
@@ -281,7 +287,7 @@ def test_drafts_of_a_lossy_inner_verification_are_found_not_to_be_exact(verifier
 
 def test_the_same_tokens_are_accepted_whoever_drafts_for_the_draft_model():
     plain = draft_model("1x1", lm=DRAFT, context=TARGET.context)
-    means = [[one.accepted for one in prove(made, Token(), CHAINS).findings]
+    means = [[finding.accepted for finding in prove(made, Token(), CHAINS).findings]
              for made in (plain, toy(Ngram(3, 3, 1)), toy(Jacobi(2)), toy(draft_model("1x1", lm=DRAFT)))]  # fmt: skip
     np.testing.assert_allclose(means, [means[0]] * 4, rtol=0, atol=1e-12)
 
@@ -324,7 +330,7 @@ def test_wrong_options_are_named(target, loaded, inner, options, message):
 
 
 def test_an_inner_tree_that_needs_a_temperature_is_refused_for_chains_of_points(target, loaded):
-    one = load(target, draft_model("2x1", "without"), drawn="point")
+    chains = load(target, draft_model("2x1", "without"), drawn="point")
     with pytest.raises(ValueError, match="inner, which drafts for the draft model: at temperature 0"):
-        one.check_sampling(WARM)
+        chains.check_sampling(WARM)
     load(target, draft_model("2x1", "without"), temperature=1.0).check_sampling(COLD)

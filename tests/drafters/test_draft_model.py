@@ -47,7 +47,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, tree, drawn):
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     assert not proposer.lm.cells.references.any()
-    forwards = [calls(one) for one in steps]
+    forwards = [calls(step) for step in steps]
     assert max(forwards) <= max(map(len, proposer.tree))
 
 
@@ -59,7 +59,7 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, dr
     proposer = draft_model(tree, drawn, temperature=1.0 if sampled_tree and sampling == COLD else None)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted)[0])
-    alone = [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
+    alone = [emitted(decode(target, proposer, [request])[0])[0] for request in wanted]
     assert together == alone
     swapped = emitted(decode(target, proposer, wanted[::-1])[0])
     assert swapped == together
@@ -70,9 +70,9 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, dr
 def test_the_target_as_its_own_draft_is_always_accepted(target, sampling, verifier):
     proposer = draft_model("1x1x1x1", "iid", seed=0, num_hidden_layers=2)
     _, steps = decode(target, proposer, requests(sampling, new=26), verifier)
-    for one in steps:
-        assert [len(done.path) for done in one.committed] == [4] * len(one.sequences)
-        np.testing.assert_allclose(one.expected, 4, atol=1e-9)
+    for step in steps:
+        assert [len(done.path) for done in step.committed] == [4] * len(step.sequences)
+        np.testing.assert_allclose(step.expected, 4, atol=1e-9)
     assert len(steps) == -(-26 // 5)
 
 
@@ -81,10 +81,10 @@ def test_the_draft_s_context_bounds_its_trees(target, truth):
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     deepest = {}
-    for one in steps:
-        for root, context in enumerate(one.context):
+    for step in steps:
+        for root, context in enumerate(step.context):
             deepest[context] = max(
-                deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[root]].max())
+                deepest.get(context, 0), int(step.draft.shape.depth[step.draft.shape.trees[root]].max())
             )
     # Computed nodes stay within position 15.
     assert all(depth == max(0, min(3, 17 - context)) for context, depth in deepest.items())
@@ -130,7 +130,9 @@ def check_distributions(draft, batch, model, draws):
 @pytest.mark.parametrize(("tree", "drawn"), [("1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), ("4x2", "without")])
 def test_stated_distributions_are_those_drawn_from(target, tree, drawn, sampling):
     proposer, draws = draft_model(tree, drawn), Recording()
-    wanted = [replace(one, sampling=sampling) for one in requests()[:2]] + [replace(requests()[2], sampling=WARM)]
+    wanted = [replace(request, sampling=sampling) for request in requests()[:2]] + [
+        replace(requests()[2], sampling=WARM)
+    ]
     batch = batch_of(target, wanted, proposer, draws)
     draft = proposer.propose(batch)
     check_distributions(draft, batch, proposer.lm.model, draws)
@@ -179,7 +181,7 @@ def test_accepted_nodes_are_found_again(target):
         forward(sequences, pending, draft, **timed),
     )[1]
     _, steps = decode(target, proposer, requests(new=17, prompts=PROMPTS[:1]), Match())
-    assert [len(done.path) for one in steps for done in one.committed] == [3] * 5
+    assert [len(done.path) for step in steps for done in step.committed] == [3] * 5
     assert lengths == [[6], *[[2]] * 4]
 
 
@@ -210,18 +212,18 @@ def test_distributions_are_right_after_any_history(target, small, tree, drawn, h
                 assert children == plain.topk(len(children)).indices.tolist()
             else:
                 torch.testing.assert_close(draft.q[draft.q_row[row]], plain, atol=1e-9, rtol=0)
-        one = batch.sequences[number % len(batch.sequences)]
+        seq = batch.sequences[number % len(batch.sequences)]
         if what == "accept":
-            own = draft.shape.trees[number % len(batch.sequences)]
-            one.tokens += [*path_tokens(draft, int(own[number % len(own)])), token]
+            tree_rows = draft.shape.trees[number % len(batch.sequences)]
+            seq.tokens += [*path_tokens(draft, int(tree_rows[number % len(tree_rows)])), token]
         elif what == "rewind":
-            del one.tokens[max(1, len(one.tokens) - number) :]
+            del seq.tokens[max(1, len(seq.tokens) - number) :]
         elif what == "replace":
-            one.tokens[-min(number, len(one.tokens) - 1) or -1 :] = [token, token]
+            seq.tokens[-min(number, len(seq.tokens) - 1) or -1 :] = [token, token]
         elif what == "force":
-            one.tokens += [token] * number
+            seq.tokens += [token] * number
         elif len(batch.sequences) < 3:
-            batch.sequences.append(fork_of(one, proposer, [*one.tokens, token], step + 1))
+            batch.sequences.append(fork_of(seq, proposer, [*seq.tokens, token], step + 1))
         for sequence in batch.sequences:
             sequence.step += 1
     for sequence in batch.sequences:
@@ -234,14 +236,14 @@ def forked(target, proposer):
     """A batch of one sequence that has drafted, and a fork of it that has not."""
     batch = batch_of(target, requests(WARM)[:1], proposer)
     proposer.propose(batch)
-    one = batch.sequences[0]
-    return batch, one, fork_of(one, proposer)
+    sequence = batch.sequences[0]
+    return batch, sequence, fork_of(sequence, proposer)
 
 
 def test_a_fork_drafts_after_its_origin_has_closed(target):
     proposer = draft_model("1x1")
-    batch, one, twin = forked(target, proposer)
-    proposer.close(one.state)
+    batch, sequence, twin = forked(target, proposer)
+    proposer.close(sequence.state)
     batch.sequences[:] = [twin]
     proposer.propose(batch)
     proposer.close(twin.state)
@@ -253,7 +255,7 @@ def test_calls_of_the_draft_are_timed_with_the_step_and_leave_its_runner_as_it_w
     proposer = draft_model(tree, "point")
     clock = proposer.lm.clock
     _, steps = decode(target, proposer, requests())
-    assert calls(steps[0]) == 2 and all(calls(one) <= 2 for one in steps)
+    assert calls(steps[0]) == 2 and all(calls(step) <= 2 for step in steps)
     assert proposer.lm.clock is clock is not target.lm.clock and not clock.spans
 
 
@@ -365,13 +367,13 @@ def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
 
 def sureness(proposer, sequences, draft):
     """The likeliest token's probability at every row that could have children, by row."""
-    found = {}
+    likeliest = {}
     for root, sequence in enumerate(sequences):
         for row in draft.shape.trees[root].tolist():
             if draft.shape.depth[row] < 3:
                 text = [*sequence.tokens, *path_tokens(draft, row)]
-                found[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())
-    return found
+                likeliest[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())
+    return likeliest
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point", "without"])
@@ -402,5 +404,5 @@ def test_a_confident_draft_decodes_as_its_requests_alone(target, sampling):
     )
     wanted = requests(sampling, new=14)
     group, steps = decode(target, proposer, wanted)
-    assert len({one.draft.shape.nodes for one in steps}) > 1
-    assert emitted(group) == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
+    assert len({step.draft.shape.nodes for step in steps}) > 1
+    assert emitted(group) == [emitted(decode(target, proposer, [request])[0])[0] for request in wanted]

@@ -127,13 +127,13 @@ def test_every_unknown_and_every_unsupported_field_is_named_with_its_value():
     fields.check(
         FILE, {"a": 0, "b": 2.0, "c": 0, "d": None, "architectures": ["X"], "inner": {"a": 1, "d": None}}, "inner"
     )
-    with pytest.raises(ValueError, match="config.json: of a thing") as found:
+    with pytest.raises(ValueError, match="config.json: of a thing") as caught:
         fields.check(FILE, {"b": True, "e": [1], "inner": {"b": 3, "f": "x", "use_sliding_window": True}}, "inner")
     for said in (
         "b is True, and only 1 or 2 is supported (others are not)", "inner.b is 3", "e ([1])", "inner.f ('x')",
         "inner.use_sliding_window is True, and only False",
     ):  # fmt: skip
-        assert said in str(found.value)
+        assert said in str(caught.value)
     with pytest.raises(ValueError, match="inner must be a mapping, not 'x'"):
         fields.check(FILE, {"inner": "x"}, "inner")
     many = {f"x{number}": number for number in range(20)}

@@ -64,18 +64,18 @@ def reference(name, target, text, path):
     if name.startswith("eagle1"):
         features = states[-1][0]
         for token in (*path, None):
-            found = oracle.eagle1(w, embedding, tokens, features, SIZES)[-1:]
+            outputs = oracle.eagle1(w, embedding, tokens, features, SIZES)[-1:]
             if token is None:
-                return model.lm_head(found)[0]
-            features, tokens = torch.cat([features, found]), torch.cat([tokens, torch.tensor([token])])
+                return model.lm_head(outputs)[0]
+            features, tokens = torch.cat([features, outputs]), torch.cat([tokens, torch.tensor([token])])
     taps = [states[tap][0] for tap in taps_of(config, len(states) - 1)]
     features = oracle.eagle3_features(w, taps, flags)
     for token in (*path, None):
-        found, logits = oracle.eagle3(w, embedding, tokens, features, SIZES, flags)
+        outputs, logits = oracle.eagle3(w, embedding, tokens, features, SIZES, flags)
         if token is None:
             ids = torch.arange(VOCABULARY) if "d2t" not in w else torch.arange(len(w["d2t"])) + w["d2t"]
             return torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, ids, logits[-1])
-        features, tokens = torch.cat([features, found[-1:]]), torch.cat([tokens, torch.tensor([token])])
+        features, tokens = torch.cat([features, outputs[-1:]]), torch.cat([tokens, torch.tensor([token])])
     return None
 
 
@@ -105,7 +105,7 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
-    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    truth = [plain_greedy(target.lm.model, request.tokens, 20) for request in requests()]
     group, steps = decode(target, eagle.load(target, folders[name], **options), requests())
     assert emitted(group) == truth
     assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
@@ -117,7 +117,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
     proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", dtype="float32")
     assert proposer.facts["dtype"] == "float32" and target.lm.dtype == torch.float64
-    assert {one.dtype for one in proposer.network.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in proposer.network.parameters()} == {torch.float32}
 
     def expected(text, path):
         return reference(name, target, text, path)
@@ -154,18 +154,18 @@ def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
-    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
 def test_the_formats_of_one_head_draft_the_same(target, tmp_path):
     config, tensors = eagle3(H, VOCABULARY, IDS, flags=("norm_before_residual",))
     official = written(tmp_path / "official", config, tensors)
     other = written(tmp_path / "speculators", *speculators(config, tensors))
-    found = [
+    texts = [
         emitted(decode(target, eagle.load(target, path, tree=TREE, drawn="without"), requests(WARM))[0])
         for path in (official, other)
     ]
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -208,13 +208,13 @@ def test_an_option_for_what_a_file_does_not_have_is_refused(target, tmp_path):
 
 def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(target, tmp_path, caplog):
     order, other = [1, 2, 4], [4, 1, 2]
-    found = []
+    texts = []
     for ids in (order, other):
         path = written(tmp_path / str(ids), *eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=ids))
         with caplog.at_level("WARNING", "spec_lab.drafters.drafter_files"):
-            found.append(emitted(decode(target, eagle.load(target, path, tree=TREE), requests(WARM))[0]))
+            texts.append(emitted(decode(target, eagle.load(target, path, tree=TREE), requests(WARM))[0]))
         assert [str(ids) in line for line in caplog.messages] == [True] * (ids == other)
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 def test_a_head_that_this_package_trained_with_taps_in_another_order_keeps_it(target, tmp_path, caplog):
@@ -230,13 +230,15 @@ def test_a_head_that_this_package_trained_with_taps_in_another_order_keeps_it(ta
 def test_flags_in_eagle_config_are_read(target, tmp_path, name):
     config, tensors = eagle3(H, VOCABULARY, IDS, flags=(name,))
     inner = {key: value for key, value in config.items() if key != name} | {"eagle_config": {name: True}}
-    found = [
+    texts = [
         emitted(
-            decode(target, eagle.load(target, written(tmp_path / str(at), one, tensors), depth=2), requests(WARM))[0]
+            decode(
+                target, eagle.load(target, written(tmp_path / str(at), head_config, tensors), depth=2), requests(WARM)
+            )[0]
         )
-        for at, one in enumerate((config, inner))
+        for at, head_config in enumerate((config, inner))
     ]
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 def broken(change, head=None):
@@ -306,13 +308,13 @@ REFUSED = {
 def test_rotary_embeddings_are_scaled_by_the_head_s_own_context(target, tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": None, "original_max_position_embeddings": 16}
     head = eagle3(H, VOCABULARY, max_position_embeddings=64, rope_parameters=rope)
-    found = eagle.load(target, written(tmp_path / "head", *head), tree=TREE).network.body.rotary
+    rotary = eagle.load(target, written(tmp_path / "head", *head), tree=TREE).network.body.rotary
     assert target.context != 64
     sizes = dict(hidden_size=H, num_attention_heads=4, head_dim=8)
-    own = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=64, rope_parameters=rope))
+    transformers_rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=64, rope_parameters=rope))
     x, places = torch.zeros(1, 1, 1, dtype=torch.float64), torch.arange(100)[None]
-    for one, expected in zip(found(x, places), own(x, places), strict=True):
-        torch.testing.assert_close(one, expected, rtol=0, atol=0)
+    for values, expected in zip(rotary(x, places), transformers_rotary(x, places), strict=True):
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

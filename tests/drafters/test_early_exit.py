@@ -72,7 +72,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, layers):
     group, steps = decode(target, early_exit(target, plan, layers), requests())
     assert emitted(group) == truth
     assert not target.lm.cells.references.any()
-    assert sum(one.draft.shape.nodes for one in steps) > 0
+    assert sum(step.draft.shape.nodes for step in steps) > 0
     assert max(map(calls, steps)) <= PLANS[plan].depth
 
 
@@ -103,7 +103,7 @@ def test_stated_distributions_are_those_of_the_first_layers(target, layers, draw
 def test_a_batch_decodes_as_its_requests_alone(target, plan, sampling):
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, early_exit(target, plan), wanted)[0])
-    assert together == [emitted(decode(target, early_exit(target, plan), [one])[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, early_exit(target, plan), [request])[0])[0] for request in wanted]
 
 
 # Work --------------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_each_row_runs_each_layer_once(plan):
     for number, layer in enumerate(target.lm.model.model.layers):
         layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
     _, steps = decode(target, proposer, requests())
-    assert rows == dict.fromkeys(range(LAYERS), sum(sum(one.pending) + one.draft.shape.nodes for one in steps))
+    assert rows == dict.fromkeys(range(LAYERS), sum(sum(step.pending) + step.draft.shape.nodes for step in steps))
 
 
 def test_nodes_that_are_not_kept_run_the_first_layers_only():
@@ -127,7 +127,7 @@ def test_nodes_that_are_not_kept_run_the_first_layers_only():
     for number, layer in enumerate(target.lm.model.model.layers):
         layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
     _, steps = decode(target, proposer, requests())
-    assert rows[2] == rows[3] == sum(sum(one.pending) + one.draft.shape.nodes for one in steps) < rows[0] == rows[1]
+    assert rows[2] == rows[3] == sum(sum(step.pending) + step.draft.shape.nodes for step in steps) < rows[0] == rows[1]
 
 
 # Histories ---------------------------------------------------------------------------------------------------------
@@ -135,23 +135,23 @@ def test_nodes_that_are_not_kept_run_the_first_layers_only():
 
 def test_an_aborted_request_gives_its_cells_back(target, truth):
     engine = Engine(Arm(target, early_exit(target), Token(), CounterDraws(0)))
-    for one in requests():
-        engine.add(one)
+    for request in requests():
+        engine.add(request)
     engine.step()
     engine.step()
     engine.abort(1)
     while engine.has_unfinished():
         engine.step()
-    found = emitted(engine)
-    assert found[0] == truth[0] and found[2] == truth[2] and found[1] == truth[1][: len(found[1])]
+    texts = emitted(engine)
+    assert texts[0] == truth[0] and texts[2] == truth[2] and texts[1] == truth[1][: len(texts[1])]
     assert not target.lm.cells.references.any()
 
 
 def test_an_abandoned_draft_is_given_back(target, monkeypatch):
     """The step fails after the draft, before the target's forward."""
     engine = Engine(Arm(target, early_exit(target, "tree"), Traversal(), CounterDraws(0)))
-    for one in requests():
-        engine.add(one)
+    for request in requests():
+        engine.add(request)
     engine.step()
     with monkeypatch.context() as patch:
         patch.setattr(target.lm, "prepare", lambda *_: 1 / 0)

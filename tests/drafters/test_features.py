@@ -37,7 +37,7 @@ def test_a_sequence_keeps_the_features_of_its_own_positions_only(lengths):
         for n in lengths
     ]
     observe_features(observed, lambda hidden: hidden[:, :2] * 2)
-    for one, length in zip(observed, lengths, strict=True):
-        (part,) = one.sequence.state.features.parts
+    for observation, length in zip(observed, lengths, strict=True):
+        (part,) = observation.sequence.state.features.parts
         assert torch.equal(part, torch.full((length, 2), 2.0 * length))
         assert part.untyped_storage().nbytes() <= length * 4 * 4, "no more than its own hidden states"

@@ -61,12 +61,12 @@ def folders(tmp_path_factory):
 @pytest.mark.one_in(3)
 def test_packed_heads_draft_as_heads_that_are_not(folders, name):
     """In float32 linear layers are packed, in float64 they are not."""
-    found = []
+    runs = []
     for dtype in (torch.float32, torch.float64):
         target = tiny_target(dtype=dtype)
         group, steps = decode(target, Hydra.load(target, folders[name], tree=TREE, drawn="point"), requests(new=12))
-        found.append((emitted(group), [info.draft.token.tolist() for info in steps]))
-    assert found[0] == found[1] and sum(map(len, found[0][1])) > 40
+        runs.append((emitted(group), [info.draft.token.tolist() for info in steps]))
+    assert runs[0] == runs[1] and sum(map(len, runs[0][1])) > 40
 
 
 def with_copies(config, w):
@@ -74,8 +74,8 @@ def with_copies(config, w):
     if config["hydra_head_arch"] == "mlp":
         return w
     more = {
-        name.replace(".3.linear", f".{2 * k + 1}.linear"): one
-        for name, one in w.items()
+        name.replace(".3.linear", f".{2 * k + 1}.linear"): tensor
+        for name, tensor in w.items()
         for k in range(2, config["hydra_num_layers"])
     }
     return more | w
@@ -117,7 +117,7 @@ WAYS = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
-    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    truth = [plain_greedy(target.lm.model, request.tokens, 20) for request in requests()]
     group, steps = decode(target, Hydra.load(target, folders[name], **options), requests())
     assert emitted(group) == truth
     assert steps[0].draft.shape.nodes == 0, "no position is computed before the first step"
@@ -131,15 +131,15 @@ def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
-    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
 def computed(target, proposer, batch):
     """Compute the pending tokens of all sequences, and let the proposer observe them."""
     target.lm.capture(proposer.requires.hidden)
-    starts = [len(one.kv) for one in batch.sequences]
-    pending = [one.pending for one in batch.sequences]
-    output = target.lm.forward([one.kv for one in batch.sequences], pending, proposer.propose(batch))
+    starts = [len(sequence.kv) for sequence in batch.sequences]
+    pending = [sequence.pending for sequence in batch.sequences]
+    output = target.lm.forward([sequence.kv for sequence in batch.sequences], pending, proposer.propose(batch))
     proposer.observe(observations(batch.sequences, output, starts))
     target.lm.capture(())
 
@@ -174,11 +174,11 @@ def test_a_fork_and_a_rewound_sequence_draft_from_their_own_last_position(target
     """Also where drafting has happened before, so that the prefix layer has read all positions."""
     proposer = Hydra.load(target, folders[name], tree="2x1x1", drawn="without")
     batch = batch_of(target, requests(WARM, prompts=PROMPTS[:1]), proposer)
-    one = batch.sequences[0]
+    seq = batch.sequences[0]
     computed(target, proposer, batch)
-    one.tokens.append(7)
+    seq.tokens.append(7)
     agree(name, target, proposer.propose(batch), batch)
-    batch.sequences.append(fork_of(one, proposer))
+    batch.sequences.append(fork_of(seq, proposer))
     for number, (sequence, length) in enumerate(zip(batch.sequences, (6, 4), strict=True)):
         sequence.kv.truncate(length)
         sequence.tokens[length:] = [8 + number]
@@ -198,16 +198,16 @@ def test_a_fork_and_a_rewound_sequence_draft_from_their_own_last_position(target
 def test_what_the_prefix_layer_read_of_removed_tokens_is_forgotten_though_nothing_is_drafted_at_once(target, folders):
     proposer = Hydra.load(target, folders["prefix"], tree="2x1", drawn="without")
     batch = batch_of(target, requests(WARM, prompts=PROMPTS[:1]), proposer)
-    one = batch.sequences[0]
+    sequence = batch.sequences[0]
     computed(target, proposer, batch)
-    one.tokens.append(7)
+    sequence.tokens.append(7)
     proposer.propose(batch)
-    one.kv.truncate(3)
-    proposer.rewind(one.state, 3)
-    one.tokens[3:] = range(10, 10 + K + 1)
+    sequence.kv.truncate(3)
+    proposer.rewind(sequence.state, 3)
+    sequence.tokens[3:] = range(10, 10 + K + 1)
     assert proposer.propose(batch).shape.nodes == 0, "more pending tokens than heads"
     computed(target, proposer, batch)
-    one.tokens.append(7)
+    sequence.tokens.append(7)
     assert agree("prefix", target, proposer.propose(batch), batch) == [2]
 
 
@@ -218,16 +218,16 @@ def test_written_heads_are_read_again(target, folders, tmp_path, name):
     again = read_hydra(str(tmp_path / "again"), target)
     held = dict(again.named_parameters())
     assert held.keys() == dict(network.named_parameters()).keys()
-    assert all(torch.equal(one, held[key]) for key, one in network.named_parameters())
+    assert all(torch.equal(parameter, held[key]) for key, parameter in network.named_parameters())
     with safe_open(tmp_path / "again" / "model.safetensors", "pt") as opened:
         names, facts = set(opened.keys()), opened.metadata()
     config, w = VARIANTS[name]
     assert names == with_copies(config, w).keys() - {"prefix_embeding_layer.embed_tokens.weight"}
     assert facts["source_sha256"] == "ab" * 32
     assert Hydra.load(target, str(tmp_path / "again"), depth=1).sha256 == sha256
-    found = json.loads((tmp_path / "again" / "config.json").read_text())
-    layer = found.pop("prefix_layer_config", None)
-    assert found == config | {"base_model_name_or_path": "a target"}
+    data = json.loads((tmp_path / "again" / "config.json").read_text())
+    layer = data.pop("prefix_layer_config", None)
+    assert data == config | {"base_model_name_or_path": "a target"}
     assert (layer is not None) == name.startswith("prefix")
 
 

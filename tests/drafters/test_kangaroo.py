@@ -53,9 +53,9 @@ def driven(request, target, tmp_path):
 class Sequence:
     """Random exit states of one sequence, and what the adapter knows of it."""
 
-    def __init__(self, own, seed):
-        self.own, self.generator = own, torch.Generator().manual_seed(seed)
-        self.known, self.state, self.computed = torch.empty(0, H, dtype=torch.float64), own.init(REQUEST), 0
+    def __init__(self, drafter, seed):
+        self.own, self.generator = drafter, torch.Generator().manual_seed(seed)
+        self.known, self.state, self.computed = torch.empty(0, H, dtype=torch.float64), drafter.init(REQUEST), 0
 
     def more(self, count):
         return torch.randn(count, H, generator=self.generator, dtype=torch.float64)
@@ -68,31 +68,33 @@ class Sequence:
         self.computed += len(exits)
 
 
-def step(own, timed, expected, sequences, pending, accepted):
+def step(drafter, timed, expected, sequences, pending, accepted):
     """A step in which every sequence has a tree; the nodes ``accepted`` of each are committed."""
-    exits = [one.more(count) for one, count in zip(sequences, pending, strict=True)]
-    root_logits = own.root_logits(sequences, pending, Partial(None, torch.cat(exits)), timed).logits
-    for one, given, logits in zip(sequences, exits, root_logits, strict=True):
-        torch.testing.assert_close(logits, expected(torch.cat([one.known, given])), rtol=0, atol=1e-6)
+    exits = [sequence.more(count) for sequence, count in zip(sequences, pending, strict=True)]
+    root_logits = drafter.root_logits(sequences, pending, Partial(None, torch.cat(exits)), timed).logits
+    for sequence, given, logits in zip(sequences, exits, root_logits, strict=True):
+        torch.testing.assert_close(logits, expected(torch.cat([sequence.known, given])), rtol=0, atol=1e-6)
     shape = forest((tree(parse(SHAPE)),) * len(sequences))
     nodes = torch.randn(shape.nodes, H, generator=sequences[0].generator, dtype=torch.float64)
     for depth in (1, 2, 3):
         rows = np.flatnonzero(shape.depth == depth)
-        node_logits = own.node_logits(sequences, shape, rows, Partial(None, nodes[rows - shape.roots]), timed).logits
+        node_logits = drafter.node_logits(
+            sequences, shape, rows, Partial(None, nodes[rows - shape.roots]), timed
+        ).logits
         for row, logits in zip(rows, node_logits, strict=True):
             root = next(number for number, some in enumerate(shape.trees) if row in some)
             path = nodes[[node - shape.roots for node in shape.path(row)]]
             whole = torch.cat([sequences[root].known, exits[root], path])
             torch.testing.assert_close(logits, expected(whole), rtol=0, atol=1e-6)
-    for root, (one, given, kept) in enumerate(zip(sequences, exits, accepted, strict=True)):
+    for root, (sequence, given, kept) in enumerate(zip(sequences, exits, accepted, strict=True)):
         own_rows = shape.trees[root][1:][list(kept)] if kept else []
-        one.commit(torch.cat([given, nodes[[row - shape.roots for row in own_rows]]]))
+        sequence.commit(torch.cat([given, nodes[[row - shape.roots for row in own_rows]]]))
 
 
 @torch.no_grad()
 def test_logits_are_those_of_whole_sequences_over_steps_with_rejections(driven):
-    own, expected, timed = driven
-    sequences = [Sequence(own, 1), Sequence(own, 2)]
+    drafter, expected, timed = driven
+    sequences = [Sequence(drafter, 1), Sequence(drafter, 2)]
     sequences[0].commit(sequences[0].more(5))  # a prompt, of one sequence only
     for pending, accepted in [
         ((1, 4), ((0, 2), ())),
@@ -100,33 +102,33 @@ def test_logits_are_those_of_whole_sequences_over_steps_with_rejections(driven):
         ((3, 1), ((0, 2, 5), (0,))),
         ((1, 2), ((),) * 2),
     ]:
-        step(own, timed, expected, sequences, pending, accepted)
+        step(drafter, timed, expected, sequences, pending, accepted)
     sequences[1].commit(sequences[1].more(3))  # a step without a draft
-    step(own, timed, expected, sequences, (1, 1), ((1,), (0, 3)))
-    for one in sequences:
-        one.state.close()
-    assert not own.lm.cells.references.any()
+    step(drafter, timed, expected, sequences, (1, 1), ((1,), (0, 3)))
+    for sequence in sequences:
+        sequence.state.close()
+    assert not drafter.lm.cells.references.any()
 
 
 @torch.no_grad()
 def test_forks_and_rewinds_forget_what_they_should(driven):
-    own, expected, timed = driven
-    first = Sequence(own, 1)
+    drafter, expected, timed = driven
+    first = Sequence(drafter, 1)
     first.commit(first.more(4))
-    step(own, timed, expected, [first], (2,), ((0, 2),))
-    twin = Sequence(own, 3)
+    step(drafter, timed, expected, [first], (2,), ((0, 2),))
+    twin = Sequence(drafter, 3)
     twin.state.close()
     twin.state, twin.known, twin.computed = first.state.fork(), first.known, first.computed
     for length in (7, 5, 5, 1, 0):
-        own.rewind(twin.state, length)
+        drafter.rewind(twin.state, length)
         twin.computed = length
         twin.known = twin.known[:length]
-        step(own, timed, expected, [first, twin], (1, 2), ((1,), (0, 3)))
-    own.rewind(first.state, first.computed)  # nothing to forget but the tentative nodes
-    step(own, timed, expected, [first], (1,), ((),))
-    for one in (first, twin):
-        one.state.close()
-    assert not own.lm.cells.references.any()
+        step(drafter, timed, expected, [first, twin], (1, 2), ((1,), (0, 3)))
+    drafter.rewind(first.state, first.computed)  # nothing to forget but the tentative nodes
+    step(drafter, timed, expected, [first], (1,), ((),))
+    for sequence in (first, twin):
+        sequence.state.close()
+    assert not drafter.lm.cells.references.any()
 
 
 # As a proposer ------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 def test_greedy_drafting_emits_the_target_s_tokens(target, tmp_path, options):
     proposer = kangaroo.load(target, written(tmp_path, *adapter(H, 2)), **options)
     group, steps = decode(target, proposer, requests())
-    assert emitted(group) == [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    assert emitted(group) == [plain_greedy(target.lm.model, request.tokens, 20) for request in requests()]
     assert steps[0].draft.shape.nodes > 0, "the first layers run on the prompt before it is verified"
     assert not proposer.lm.cells.references.any()
 
@@ -176,7 +178,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, tmp_path, sampling):
     proposer = kangaroo.load(target, folder, tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
-    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
 def test_each_row_runs_each_layer_of_the_target_once(tmp_path):
@@ -185,7 +187,7 @@ def test_each_row_runs_each_layer_of_the_target_once(tmp_path):
     for number, layer in enumerate(target.lm.model.model.layers):
         layer.register_forward_hook(lambda _, args, __, number=number: rows.update({number: args[0].shape[1]}))
     _, steps = decode(target, proposer, requests())
-    assert rows == dict.fromkeys(range(3), sum(sum(one.pending) + one.draft.shape.nodes for one in steps))
+    assert rows == dict.fromkeys(range(3), sum(sum(info.pending) + info.draft.shape.nodes for info in steps))
 
 
 def test_drafting_stops_after_the_first_token_of_low_confidence_which_stays(target, tmp_path):
@@ -195,11 +197,11 @@ def test_drafting_stops_after_the_first_token_of_low_confidence_which_stays(targ
     lengths = Counter()
     for info in steps:
         shape = info.draft.shape
-        for own in shape.trees:
-            lengths[len(own) - 1] += 1
-            for row in own[:-1].tolist():  # of each drafted token
+        for tree_rows in shape.trees:
+            lengths[len(tree_rows) - 1] += 1
+            for row in tree_rows[:-1].tolist():  # of each drafted token
                 sure = float(info.draft.q[info.draft.q_row[row]].max()) >= 0.05
-                assert sure or row == own[-2], "nothing is drafted below a token of low confidence"
+                assert sure or row == tree_rows[-2], "nothing is drafted below a token of low confidence"
     assert lengths[1] and sum(count for length, count in lengths.items() if length > 1)
 
 
@@ -211,9 +213,9 @@ def test_drafting_stops_after_the_first_token_of_low_confidence_which_stays(targ
     ],
 )
 def test_wrong_options_are_refused_by_name(target, tmp_path, options, message):
-    own = {"path": written(tmp_path, *adapter(H, 1)), "depth": 6} | options
+    given = {"path": written(tmp_path, *adapter(H, 1)), "depth": 6} | options
     with pytest.raises(ValueError, match=message):
-        kangaroo.load(target, **own)
+        kangaroo.load(target, **given)
 
 
 def test_unknown_fields_are_refused_by_name(target, tmp_path):

@@ -28,7 +28,7 @@ def test_what_is_written_is_read_again(target, tmp_path):
     second = read_kangaroo(str(tmp_path / "two"), target)
     assert weights_hash(str(tmp_path / "two")) == sha256 and second.settings == first.settings
     again = load_file(tmp_path / "two" / "model.safetensors")
-    assert again.keys() == tensors.keys() and all(torch.equal(again[name], one) for name, one in tensors.items())
+    assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_published_config_has_no_exit_layer_and_a_run_states_it(target, tmp_path):
@@ -64,9 +64,9 @@ def test_a_published_config_has_no_exit_layer_and_a_run_states_it(target, tmp_pa
     ],
 )
 def test_other_files_are_refused_by_name(target, tmp_path, config, tensors, message):
-    own, held = adapter(H, 1)
-    changed = {name: one for name, one in (held | tensors).items() if one is not None}
-    folder = written(tmp_path, own | config, changed)
+    adapter_config, held = adapter(H, 1)
+    changed = {name: tensor for name, tensor in (held | tensors).items() if tensor is not None}
+    folder = written(tmp_path, adapter_config | config, changed)
     with pytest.raises(ValueError, match=message):
         read_kangaroo(folder, target)
 

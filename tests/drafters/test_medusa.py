@@ -80,7 +80,7 @@ def test_heads_equal_the_plain_formula(target, layers, trunk):
     heads = heads_of(target, 3, layers, trunk=trunk)
     generator = torch.Generator().manual_seed(1)
     hidden, token = torch.randn(5, HIDDEN, generator=generator, dtype=torch.float64), torch.arange(5)
-    expected = torch.stack([plain_heads(heads, *one) for one in zip(hidden, token.tolist(), strict=True)])
+    expected = torch.stack([plain_heads(heads, *pair) for pair in zip(hidden, token.tolist(), strict=True)])
     torch.testing.assert_close(heads(hidden, token), expected, atol=1e-9, rtol=0)
     torch.testing.assert_close(heads.first(2)(hidden, token), expected[:, :2], atol=1e-9, rtol=0)
     assert torch.equal(heads(hidden, token), heads(hidden, token + 1)) is not trunk
@@ -94,7 +94,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, trun
     assert emitted(group) == truth
     assert steps[0].draft.shape.nodes == 0  # nothing was computed yet
     assert steps[1].draft.shape.nodes == 3 * len(TREE)
-    assert [calls(one) for one in steps[:3]] == [0, 1, 1]
+    assert [calls(step) for step in steps[:3]] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.7, top_p=0.8, repetition_penalty=1.2)])
@@ -102,7 +102,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, sampling):
     proposer = Medusa(heads_of(target), TREE)
     wanted = requests(sampling, new=14)
     together = emitted(decode(target, proposer, wanted)[0])
-    assert together == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request])[0])[0] for request in wanted]
 
 
 def test_nodes_hold_their_heads_tokens(target):
@@ -134,10 +134,10 @@ def test_nodes_hold_their_heads_tokens(target):
 def test_a_fork_drafts_like_its_origin(target):
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
-    one = batch.sequences[0]
+    sequence = batch.sequences[0]
     computed(target, proposer, batch)
-    one.tokens.append(7)
-    batch.sequences.append(fork_of(one, proposer))
+    sequence.tokens.append(7)
+    batch.sequences.append(fork_of(sequence, proposer))
     token = proposer.propose(batch).token.view(2, -1)
     assert len(token[0]) and torch.equal(token[0], token[1])
 
@@ -146,9 +146,9 @@ def test_after_a_rewind_the_heads_read_the_state_of_the_last_kept_token(target):
     """Also in a fork that removes tokens of its own."""
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
-    one = batch.sequences[0]
+    seq = batch.sequences[0]
     computed(target, proposer, batch)
-    batch.sequences.append(fork_of(one, proposer))
+    batch.sequences.append(fork_of(seq, proposer))
     for number, (sequence, length) in enumerate(zip(batch.sequences, (4, 2), strict=True)):
         sequence.kv.truncate(length)
         sequence.tokens[length:] = [7 + number]
@@ -164,9 +164,9 @@ def test_after_a_rewind_the_heads_read_the_state_of_the_last_kept_token(target):
 def computed(target, proposer, batch):
     """Compute the pending tokens of all sequences, and let the proposer observe them."""
     target.lm.capture(proposer.requires.hidden)
-    starts = [len(one.kv) for one in batch.sequences]
-    pending = [one.pending for one in batch.sequences]
-    output = target.lm.forward([one.kv for one in batch.sequences], pending, proposer.propose(batch))
+    starts = [len(sequence.kv) for sequence in batch.sequences]
+    pending = [sequence.pending for sequence in batch.sequences]
+    output = target.lm.forward([sequence.kv for sequence in batch.sequences], pending, proposer.propose(batch))
     proposer.observe(observations(batch.sequences, output, starts))
     target.lm.capture(())
 
@@ -201,16 +201,16 @@ def test_measured_ranks_are_those_of_plain_forwards(at_once, monkeypatch):
 
 def test_accuracy_counts_paths_and_conditions_where_samples_allow():
     ranks = np.array([[0, 0], [0, 1], [1, 0], [9, 0]] * 100)
-    found = Accuracy.of(ranks, 3)
-    assert found.accuracy == [[0.5, 0.25, 0.0], [pytest.approx(2 / 3), pytest.approx(1 / 3), 0.0]]
-    assert found.paths == {(0,): 200, (0, 0): 100, (0, 1): 100, (1,): 100, (1, 0): 100}
+    accuracy = Accuracy.of(ranks, 3)
+    assert accuracy.accuracy == [[0.5, 0.25, 0.0], [pytest.approx(2 / 3), pytest.approx(1 / 3), 0.0]]
+    assert accuracy.paths == {(0,): 200, (0, 0): 100, (0, 1): 100, (1,): 100, (1, 0): 100}
     few = Accuracy.of(ranks[:40], 3)
     assert few.accuracy[1] == [0.75, 0.25, 0.0]  # too few for a condition: regardless of the first head
     # Shrunk towards accuracies by rank: (count + 20 p) / (above + 20).
-    assert found.value((0,)) == pytest.approx((200 + 20 * 0.5) / 420)
-    assert found.value((1, 0)) == pytest.approx(found.value((1,)) * (100 + 20 * 2 / 3) / 120)
-    assert found.value((2, 0)) == pytest.approx(0.0)
-    assert replace(found, samples=0).value((0, 1)) == pytest.approx(0.5 / 3)
+    assert accuracy.value((0,)) == pytest.approx((200 + 20 * 0.5) / 420)
+    assert accuracy.value((1, 0)) == pytest.approx(accuracy.value((1,)) * (100 + 20 * 2 / 3) / 120)
+    assert accuracy.value((2, 0)) == pytest.approx(0.0)
+    assert replace(accuracy, samples=0).value((0, 1)) == pytest.approx(0.5 / 3)
     with pytest.raises(ValueError, match="no samples"):
         Accuracy.of(ranks[:0], 3)
 
@@ -225,12 +225,12 @@ def test_accuracies_are_measured_on_text_of_the_temperature():
 
 
 def test_accuracy_is_the_same_after_saving_and_loading(tmp_path):
-    found = Accuracy.of(np.random.default_rng(0).integers(0, 4, (500, 3)), 3)
-    found.write(tmp_path, rare=1, text="held-out code")
+    accuracy = Accuracy.of(np.random.default_rng(0).integers(0, 4, (500, 3)), 3)
+    accuracy.write(tmp_path, rare=1, text="held-out code")
     again = Accuracy.read(tmp_path)
-    assert again.paths == found.paths
+    assert again.paths == accuracy.paths
     assert again.samples == 500
-    np.testing.assert_allclose(again.accuracy, found.accuracy, atol=1e-6)
+    np.testing.assert_allclose(again.accuracy, accuracy.accuracy, atol=1e-6)
     assert json.loads((tmp_path / "calibration.json").read_text())["text"] == "held-out code"
     (tmp_path / "calibration.json").write_text('{"accuracy": [[0.5, 0.2], [0.4]]}')
     plain = Accuracy.read(tmp_path)
@@ -253,10 +253,10 @@ def calibrated(tmp_path):
 @pytest.mark.parametrize("per_node", [0.0, 0.01, 0.05, 0.25, 1.0])
 def test_the_tree_weighs_tokens_against_measured_seconds(target, calibrated, per_node):
     def timed(target, proposers, *_):
-        assert {size: one.nodes for size, one in proposers.items()} == {size: size for size in proposers}
+        assert {size: proposer.nodes for size, proposer in proposers.items()} == {size: size for size in proposers}
         return costs_of({size: 1.0 + (0.5 + per_node * size) * (size > 0) for size in proposers})
 
-    found = calibrated(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=30, timing=timed)
+    chosen = calibrated(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=30, timing=timed)
     grown = grow(by_rank(RANKED.accuracy), 30, 4, 3)
     rates = {0: 1.0} | {
         size: (1 + sum(value for _, value in grown[:size])) / (1.5 + per_node * size)
@@ -266,9 +266,9 @@ def test_the_tree_weighs_tokens_against_measured_seconds(target, calibrated, per
     best = max(rates, key=rates.get)
     best = max(size for size, rate in rates.items() if rate >= 0.98 * rates[best]) if best else 0
     assert {0.0: 30, 1.0: 0}.get(per_node, best) == best
-    assert found.choices == (parse([path for path, _ in grown[:best]]) if best else ())
-    assert found.expected_tokens == pytest.approx(expected_tokens(found.choices, RANKED.value))
-    assert found.expected_speedup == pytest.approx(rates[best])
+    assert chosen.choices == (parse([path for path, _ in grown[:best]]) if best else ())
+    assert chosen.expected_tokens == pytest.approx(expected_tokens(chosen.choices, RANKED.value))
+    assert chosen.expected_speedup == pytest.approx(rates[best])
 
 
 def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, monkeypatch, caplog):
@@ -282,7 +282,7 @@ def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, mon
     assert Medusa.load(target, str(folder), tree="none").nodes == 0  # as an interrupted run is resumed
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
-    assert not any(one.draft.shape.nodes for one in steps)
+    assert not any(step.draft.shape.nodes for step in steps)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -293,14 +293,14 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
     def watched(sequences, pending, draft, prefill):
         every = [*zip(sequences, pending, strict=True), *prefill]
         assert len(every) == batch_size and not (sequences and prefill)
-        seen.append((draft.shape.nodes, {len(new) for _, new in every}, {len(one) for one, _ in every}))
+        seen.append((draft.shape.nodes, {len(new) for _, new in every}, {len(old) for old, _ in every}))
         return plain(sequences, pending, draft, prefill)
 
     monkeypatch.setattr(target.lm, "prepare", watched)
     monkeypatch.setattr("spec_lab.propose.step_costs.MIN_RATE", 0.0)
     monkeypatch.setattr("spec_lab.propose.step_costs.STEADY", float("inf"))
     monkeypatch.setattr("spec_lab.core.machine.SLACK", float("inf"))
-    found = calibrated(
+    chosen = calibrated(
         target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9,
         timing=partial(time_steps, seconds=0.0),
     )  # fmt: skip
@@ -310,9 +310,9 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
     order = [*sizes * WARM_UP, *(sizes + sizes[::-1]) * 3]
     # The first step of a visit, which is not timed, has no hidden state to draft from.
     assert steps == [(size * batch_size * (n > 0), {1}, {199 + n}) for size in order for n in range(VISIT)]
-    costs = found.costs.seconds
+    costs = chosen.costs.seconds
     assert list(costs) == sizes and min(costs.values()) > 0
-    assert found.batch_size == batch_size
+    assert chosen.batch_size == batch_size
     assert not target.lm.cells.references.any()
     assert target.lm.call.hook is None
 

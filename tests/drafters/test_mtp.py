@@ -57,10 +57,10 @@ def reference(name, w, model, text, path):
     embedding, tokens = model.get_input_embeddings().weight, torch.tensor(text[1:])
     for level, token in enumerate((*path, None)):
         number = min(level, more.get("count", 1) - 1)
-        found = oracle.mtp(w, number, layout, DEPTH, embedding, tokens, hidden, SIZES)[-1:]
+        outputs = oracle.mtp(w, number, layout, DEPTH, embedding, tokens, hidden, SIZES)[-1:]
         if token is None:
-            return oracle.head(w, number, layout, DEPTH, found, model.lm_head.weight)[0]
-        hidden, tokens = torch.cat([hidden, found]), torch.cat([tokens, torch.tensor([token])])
+            return oracle.head(w, number, layout, DEPTH, outputs, model.lm_head.weight)[0]
+        hidden, tokens = torch.cat([hidden, outputs]), torch.cat([tokens, torch.tensor([token])])
     return None
 
 
@@ -84,7 +84,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 ], ids=str)  # fmt: skip
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
-    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    truth = [plain_greedy(target.lm.model, request.tokens, 20) for request in requests()]
     group, steps = decode(target, mtp.load(target, folders[name], **options), requests())
     assert emitted(group) == truth
     assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
@@ -98,7 +98,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     proposer = mtp.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
-    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
 # Modules inside the target's own checkpoint
@@ -108,7 +108,9 @@ def insert(folder, config, tensors):
     """Add modules to a checkpoint."""
     held = load_file(folder / "model.safetensors")
     save_file(
-        held | {name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+        held | {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
     )
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
@@ -172,22 +174,22 @@ def with_module(folder, family):
     deeper = settings | {"num_hidden_layers": DEPTH + 1, "layer_types": ["full_attention"] * (DEPTH + 1)}
     deeper = deeper if "layer_types" in settings else settings | {"num_hidden_layers": DEPTH + 1}
     model, source = (
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **one)).double().eval()
-        for one in (settings, deeper)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).double().eval()
+        for sizes in (settings, deeper)
     )
-    for one in (model, source):
-        for parameter in one.parameters():
+    for layers_of in (model, source):
+        for parameter in layers_of.parameters():
             parameter.data.mul_(4.0 if parameter.dim() > 1 else 1.0)
     names = oracle.QWEN if family == "qwen3_next" else oracle.DEEPSEEK
     prefix = "mtp." if family == "qwen3_next" else f"model.layers.{DEPTH}."
     module = {f"{prefix}{name}.weight": 0.3 * torch.randn(H, dtype=torch.float64) for name in (*names[:2], names[3])}
     if family != "qwen3_next":
-        module = {name: 1 + one for name, one in module.items()}
+        module = {name: 1 + tensor for name, tensor in module.items()}
     module[f"{prefix}{names[2]}.weight"] = 0.2 * torch.randn(H, 2 * H, dtype=torch.float64)
     source.save_pretrained(folder / "source")
     layers = load_file(folder / "source" / "model.safetensors")
-    begin, own = f"model.layers.{DEPTH}.", "mtp.layers.0." if family == "qwen3_next" else f"model.layers.{DEPTH}."
-    module |= {name.replace(begin, own): one for name, one in layers.items() if name.startswith(begin)}
+    begin, own_begin = f"model.layers.{DEPTH}.", "mtp.layers.0." if family == "qwen3_next" else f"model.layers.{DEPTH}."
+    module |= {name.replace(begin, own_begin): tensor for name, tensor in layers.items() if name.startswith(begin)}
     model.save_pretrained(folder)
     insert(folder, {}, module)
     return module, prefix, names, source
@@ -224,10 +226,10 @@ def test_modules_of_other_families_agree_with_transformers_layers(tmp_path, fami
             mask = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=torch.float64).triu(1)[None, None]
             rotation = source.model.rotary_emb(x[None], positions)
             out = layer(x[None], attention_mask=mask, position_ids=positions, position_embeddings=rotation)
-            found = norm((out if isinstance(out, torch.Tensor) else out[0])[0, -1:], names[3])
+            normed = norm((out if isinstance(out, torch.Tensor) else out[0])[0, -1:], names[3])
             if token is None:
-                return model.lm_head(found)[0]
-            hidden, tokens = torch.cat([hidden, found]), torch.cat([tokens, torch.tensor([token])])
+                return model.lm_head(normed)[0]
+            hidden, tokens = torch.cat([hidden, normed]), torch.cat([tokens, torch.tensor([token])])
         return None
 
     assert compare_stated(target, proposer, requests(WARM, new=14), expected)[0] > 50
@@ -256,8 +258,8 @@ def test_modules_that_are_written_are_read_again(target, tmp_path, layout, setti
     read = mtp.load(target, str(tmp_path / "modules"), depth=2)
     assert read.sha256 == sha256
     assert read.network.state_dict().keys() == network.state_dict().keys()
-    for name, one in read.network.state_dict().items():
-        assert torch.equal(one, network.state_dict()[name])
+    for name, tensor in read.network.state_dict().items():
+        assert torch.equal(tensor, network.state_dict()[name])
 
 
 @pytest.mark.parametrize(("layout", "shared"), [("deepseek", True), ("qwen", False)])

@@ -65,7 +65,7 @@ def require(target, truth, proposer):
 def test_parts_of_a_best_of_draft_for_different_sequences_of_a_batch(target, truth, name):
     both = BestOf.load(target, {"ngram": Ngram(3, 2, 1), name: OWN[name](target)})
     turns = {0: [Limit(4, part="ngram"), Limit(4, part=name)], 1: [Limit(4, part=name)], 2: [Limit(4, part=name)]}
-    policy = RecordedPolicy({key: own * 20 for key, own in turns.items()})
+    policy = RecordedPolicy({key: depth * 20 for key, depth in turns.items()})
     require(target, truth, adapt(both, policy))
 
 
@@ -93,4 +93,4 @@ def test_an_early_exit_of_a_draft_model_drafts_for_it(target, truth, name):
 def test_a_policy_may_let_nothing_be_drafted_in_some_steps(target, truth, name):
     policy = RecordedPolicy({key: [Limit(depth) for depth in (0, 2, 1, 0, 0, 2) * 4] for key in range(3)})
     steps = require(target, truth, adapt(OWN[name](target), policy))
-    assert {one.draft.shape.nodes > 0 for one in steps} == {True, False}
+    assert {step.draft.shape.nodes > 0 for step in steps} == {True, False}

@@ -95,14 +95,14 @@ def test_a_batch_decodes_as_its_requests_alone(target, sampling):
     proposer = pard(tree=TREE, drawn="without", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
-    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
 @torch.no_grad()
 def test_distributions_are_right_after_forced_tokens_rewinds_and_forks(target):
     proposer = pard(depth=3)
     batch = batch_of(target, requests(WARM)[:1], proposer)
-    (one,) = batch.sequences
+    (seq,) = batch.sequences
 
     def check():
         draft = proposer.propose(batch)
@@ -114,14 +114,14 @@ def test_distributions_are_right_after_forced_tokens_rewinds_and_forks(target):
             sequence.step += 1
 
     check()
-    assert len(one.state.kv) == len(one.tokens), "mask tokens are no part of the sequence"
-    one.tokens += [5, 9, 2]  # several pending tokens
+    assert len(seq.state.kv) == len(seq.tokens), "mask tokens are no part of the sequence"
+    seq.tokens += [5, 9, 2]  # several pending tokens
     check()
-    del one.tokens[4:]
+    del seq.tokens[4:]
     check()
-    batch.sequences.append(fork_of(one, proposer, [*one.tokens[:3], 8]))
+    batch.sequences.append(fork_of(seq, proposer, [*seq.tokens[:3], 8]))
     check()
-    one.tokens[-1] = 30
+    seq.tokens[-1] = 30
     check()
     for sequence in batch.sequences:
         proposer.close(sequence.state)

@@ -60,7 +60,7 @@ def hydra(prefix, grounded=True):
         for head in range(HEADS)
     )
     last = [nn.Linear(H, VOCABULARY) for _ in range(HEADS)]
-    module.hydra_lm_head = nn.ModuleList([nn.Sequential(*drop, one) for one in last] if prefix else last)
+    module.hydra_lm_head = nn.ModuleList([nn.Sequential(*drop, layer) for layer in last] if prefix else last)
     config = {
         "hydra_num_heads": HEADS, "hydra_num_layers": LAYERS, "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
         "grounded_heads": grounded,
@@ -70,7 +70,9 @@ def hydra(prefix, grounded=True):
 
 def halved(head):
     config, tensors = head
-    return config, {name: one.bfloat16() if one.is_floating_point() else one for name, one in tensors.items()}
+    return config, {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+    }
 
 
 FILES = {
@@ -112,11 +114,11 @@ def test_the_tensors_and_the_config_of_published_files_are_kept(tmp_path, capsys
     assert command(["convert", str(source.parent if whole else source), str(out)]) == 0
     said, digest = capsys.readouterr().out, hashlib.sha256(source.read_bytes()).hexdigest()
     assert name.split()[0] in said and digest in said
-    assert sorted(one.name for one in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text()) == config
-    found = load_file(out / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(found[key].dtype == one.dtype and torch.equal(found[key], one) for key, one in tensors.items())
+    read = load_file(out / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(read[key].dtype == tensor.dtype and torch.equal(read[key], tensor) for key, tensor in tensors.items())
     with safe_open(out / "model.safetensors", "pt") as opened:
         facts = opened.metadata()
     assert facts == {"format": "pt", "layout": name.split()[0], "source": file, "source_sha256": digest}
@@ -142,10 +144,10 @@ def test_shards_are_joined(tmp_path):
         file = saved(tmp_path / "source", name, config, {key: tensors[key] for key in part})
     index = file.with_name("pytorch_model.bin.index.json")
     index.write_text(json.dumps({"weight_map": {key: name for name, part in parts.items() for key in part}}))
-    found = convert_pickled(pickled_files(file.parent), tmp_path / "out")
-    assert (found.layout, found.tensors) == ("EAGLE", len(tensors))
+    converted = convert_pickled(pickled_files(file.parent), tmp_path / "out")
+    assert (converted.layout, converted.tensors) == ("EAGLE", len(tensors))
     both = b"".join((file.parent / name).read_bytes() for name in parts)
-    assert found.sha256 == hashlib.sha256(both).hexdigest()
+    assert converted.sha256 == hashlib.sha256(both).hexdigest()
     file.unlink()
     with pytest.raises(OSError, match="00002-of-00002.bin is missing"):
         convert_pickled(pickled_files(index.parent), tmp_path / "again")
@@ -293,7 +295,7 @@ def test_an_archive_that_would_grow_is_refused(tmp_path, capsys):
     refused(capsys, source, tmp_path / "out", "compressed")
     saved(tmp_path / "source", source.name, *authors(H, VOCABULARY))
     with zipfile.ZipFile(source, "a") as archive:
-        largest = max(archive.infolist(), key=lambda one: one.file_size)
+        largest = max(archive.infolist(), key=lambda member: member.file_size)
         archive.writestr("archive/more", b"")
         archive.filelist += [largest] * 9  # all at the same place
     refused(capsys, source, tmp_path / "out", "larger than the file")
@@ -326,9 +328,9 @@ def test_nothing_is_overwritten(tmp_path):
     convert_pickled([source], out)
     written = (out / "model.safetensors").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for place, what in ((out, "not empty"), (source, "is a file"), (tmp_path / "link", "is a link")):
+    for folder, what in ((out, "not empty"), (source, "is a file"), (tmp_path / "link", "is a link")):
         with pytest.raises(FileExistsError, match=what):
-            convert_pickled([source], place)
+            convert_pickled([source], folder)
     assert (out / "model.safetensors").read_bytes() == written
     with pytest.raises(FileNotFoundError):
         convert_pickled([source], tmp_path / "no" / "parent")
@@ -346,9 +348,9 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, existed, fu
         raise KeyboardInterrupt
 
     if full:
-        with full_disk(4096), pytest.raises(OSError, match="space") as found:
+        with full_disk(4096), pytest.raises(OSError, match="space") as caught:
             convert_pickled([source], out)
-        assert found.value.filename == str(out)
+        assert caught.value.filename == str(out)
     else:
         monkeypatch.setattr(pickled, "write_json", fails)
         with pytest.raises(KeyboardInterrupt):

@@ -39,7 +39,7 @@ VARIANTS = {
 def folders(tmp_path_factory):
     made = {}
     for name, (config, tensors) in VARIANTS.items():
-        clones = {key: one.clone() for key, one in tensors.items()}
+        clones = {key: tensor.clone() for key, tensor in tensors.items()}
         made[name] = written(tmp_path_factory.mktemp(name), config, clones)
     return made
 
@@ -48,8 +48,8 @@ def reference(name, state, head):
     config, w = VARIANTS[name]
     if name.startswith("authors"):
         return oracle.of_authors(w, state, head)
-    one = "lm_head.weight" if "lm_head.weight" in w else "lm_heads.0.weight"
-    return oracle.of_vllm(w, state, head, VOCABULARY, one if config["original_lm_head"] else None)
+    head_name = "lm_head.weight" if "lm_head.weight" in w else "lm_heads.0.weight"
+    return oracle.of_vllm(w, state, head, VOCABULARY, head_name if config["original_lm_head"] else None)
 
 
 @pytest.mark.one_in(4)
@@ -64,12 +64,12 @@ def test_drafts_are_those_of_plain_forwards_over_steps_with_rejections(target, f
     for info, before in steps_after_texts(target, proposer, wanted):
         trees = [tree[1:] for tree in info.draft.shape.trees]
         active = [number for number, nodes in enumerate(trees) if len(nodes)]
-        found = logits.pop() if active else None
-        for place, number in enumerate(active):
+        step_logits = logits.pop() if active else None
+        for index, number in enumerate(active):
             text = before[number].tokens
             state = target.lm.model.base_model(input_ids=torch.tensor([text[:-1]]), use_cache=False)[0][0, -1]
             expected = torch.stack([reference(name, state, head) for head in range(3)])
-            torch.testing.assert_close(found[place], expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(step_logits[index], expected, rtol=0, atol=1e-6)
             likeliest = expected.topk(3).indices
             shape = info.draft.shape
             drafted = {shape.ranks(int(row)): int(info.draft.token[row - shape.roots]) for row in trees[number]}
@@ -147,7 +147,7 @@ REFUSED = {
     "map below": ("vllm-token-map", put("token_map", torch.tensor([-1, *TOKENS[1:]])), "token_map must"),
     "map twice": ("vllm-token-map", put("token_map", torch.tensor([3, *TOKENS[1:]])), "token_map must hold different"),
     "map of floats": ("vllm-token-map", lambda c, t: t.update(token_map=t["token_map"].double()), "token_map must"),
-    "eight bits": ("vllm", lambda c, t: t.update({n: one.to(torch.float8_e4m3fn) for n, one in t.items()}), "F8_E4M3"),
+    "eight bits": ("vllm", lambda c, t: t.update({n: x.to(torch.float8_e4m3fn) for n, x in t.items()}), "F8_E4M3"),
     "unknown": ("vllm", lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "known layout, .*'a'"),
 }  # fmt: skip
 
@@ -155,7 +155,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_heads_that_do_not_fit_are_refused_with_the_reason(target, tmp_path, case):
     name, change, message = REFUSED[case]
-    config, tensors = dict(VARIANTS[name][0]), {key: one.clone() for key, one in VARIANTS[name][1].items()}
+    config, tensors = dict(VARIANTS[name][0]), {key: tensor.clone() for key, tensor in VARIANTS[name][1].items()}
     change(config, tensors)
     with pytest.raises(ValueError, match=message):
         Medusa.load(target, written(tmp_path / "heads", config, tensors), tree="2x1")

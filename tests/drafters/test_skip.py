@@ -77,7 +77,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, skipped)
     group, steps = decode(target, skip(target, plan, skipped), requests())
     assert emitted(group) == truth
     assert not target.lm.cells.references.any()
-    assert sum(one.draft.shape.nodes for one in steps) > 0
+    assert sum(step.draft.shape.nodes for step in steps) > 0
 
 
 @pytest.mark.one_in(4)
@@ -101,8 +101,8 @@ def test_stated_distributions_follow_the_target_s_cache(target):
             past = max(0, expected.computed[tuple(text)])
             if past:
                 oracle.forward([kv], [text[:past]], empty(1))
-            one = oracle.draft_pass(Route(skipped=proposer.skipped))
-            return one.forward([kv], [[*text[past:], *path]], timed).logits[0]
+            draft_pass = oracle.draft_pass(Route(skipped=proposer.skipped))
+            return draft_pass.forward([kv], [[*text[past:], *path]], timed).logits[0]
         finally:
             kv.close()
 
@@ -110,7 +110,7 @@ def test_stated_distributions_follow_the_target_s_cache(target):
     inner = proposer.propose
 
     def propose(batch):
-        expected.computed |= {tuple(one.tokens): len(one.kv) for one in batch.sequences}
+        expected.computed |= {tuple(sequence.tokens): len(sequence.kv) for sequence in batch.sequences}
         return inner(batch)
 
     proposer.propose = propose
@@ -124,19 +124,21 @@ def test_stated_distributions_follow_the_target_s_cache(target):
 def test_a_batch_decodes_as_its_requests_alone(target, skipped, sampling):
     wanted = requests(sampling, new=14)
     together = emitted(decode(target, skip(target, "sampled tree", skipped), wanted)[0])
-    alone = [emitted(decode(target, skip(target, "sampled tree", skipped), [one])[0])[0] for one in wanted]
+    alone = [emitted(decode(target, skip(target, "sampled tree", skipped), [request])[0])[0] for request in wanted]
     assert together == alone
 
 
 def without_finite_logits(target):
     """Layer 1 returns NaN where its attention is skipped."""
     layer = target.lm.model.model.layers[1]
-    layer.register_forward_hook(lambda one, _, out: out * float("nan") if isinstance(one.self_attn, _Zero) else out)
+    layer.register_forward_hook(
+        lambda module, _, out: out * float("nan") if isinstance(module.self_attn, _Zero) else out
+    )
 
 
 def finite_cells(target):
     spans = [span for layer in target.lm.cells.views for store in layer for span in store]
-    return all(torch.isfinite(one).all() for one in spans)
+    return all(torch.isfinite(span).all() for span in spans)
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM])
@@ -146,8 +148,8 @@ def test_a_draft_without_finite_logits_is_none(plan, sampling):
     wanted = emitted(decode(target, Null(), requests(sampling, 8))[0])
     without_finite_logits(target)
     group, steps = decode(target, skip(target, plan, "attention"), requests(sampling, 8))
-    assert not group.errors and finite_cells(target) and sum(one.draft.shape.nodes for one in steps) == 0
-    assert emitted(group) == wanted if sampling is COLD else all(len(one) == 8 for one in emitted(group))
+    assert not group.errors and finite_cells(target) and sum(step.draft.shape.nodes for step in steps) == 0
+    assert emitted(group) == wanted if sampling is COLD else all(len(text) == 8 for text in emitted(group))
     assert not target.lm.cells.references.any()
 
 
@@ -159,11 +161,11 @@ def test_nothing_is_drafted_below_a_row_without_finite_logits(monkeypatch, plan,
     target = tiny_target(num_hidden_layers=LAYERS)
     inner = CausalDraftPass.extend
     monkeypatch.setattr(
-        CausalDraftPass, "extend", lambda *args: (one := inner(*args))._replace(logits=one.logits * float("nan"))
+        CausalDraftPass, "extend", lambda *args: (output := inner(*args))._replace(logits=output.logits * float("nan"))
     )
     group, steps = decode(target, skip(target, plan), requests(sampling, 8))
     assert not group.errors and finite_cells(target)
-    assert {int(one.draft.shape.depth.max(initial=0)) for one in steps[:3]} == {1}
+    assert {int(step.draft.shape.depth.max(initial=0)) for step in steps[:3]} == {1}
 
 
 def test_a_set_without_finite_logits_scores_nothing_and_leaves_nothing():
@@ -171,11 +173,11 @@ def test_a_set_without_finite_logits_scores_nothing_and_leaves_nothing():
     without_finite_logits(target)
     proposer = skip(target, "chain", None, window=6)
     batch = batch_of(target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
-    (one,) = batch.sequences
-    target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
-    assert proposer._try(one, frozenset({INNER[0]}), len(one.tokens), batch).score == 0
+    (sequence,) = batch.sequences
+    target.lm.forward([sequence.kv], [sequence.tokens[:-1]], empty(1))
+    assert proposer._try(sequence, frozenset({INNER[0]}), len(sequence.tokens), batch).score == 0
     assert finite_cells(target)
-    one.kv.close()
+    sequence.kv.close()
     assert not target.lm.cells.references.any()
 
 
@@ -183,34 +185,34 @@ def test_a_set_without_finite_logits_scores_nothing_and_leaves_nothing():
 def test_a_window_beyond_a_chunk_is_scored_in_parts(chunk):
     target, other = tiny_target(num_hidden_layers=LAYERS), tiny_target(num_hidden_layers=LAYERS, chunk=chunk)
     scores = []
-    for own in (target, other):
-        proposer = skip(own, "chain", None, window=11)
-        batch = batch_of(own, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
-        (one,) = batch.sequences
-        own.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    for each_target in (target, other):
+        proposer = skip(each_target, "chain", None, window=11)
+        batch = batch_of(each_target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
+        (sequence,) = batch.sequences
+        each_target.lm.forward([sequence.kv], [sequence.tokens[:-1]], empty(1))
         timed = batch.clock.phase("propose_forward")
-        one_pass, twin = own.lm.draft_pass(Route(skipped=frozenset(INNER[:1]))), one.kv.fork()
+        one_pass, twin = each_target.lm.draft_pass(Route(skipped=frozenset(INNER[:1]))), sequence.kv.fork()
         twin.truncate(3)
-        scores.append(proposer._logits(one_pass, twin, one.tokens[3:-1], timed))
+        scores.append(proposer._logits(one_pass, twin, sequence.tokens[3:-1], timed))
         one_pass.drop()
         twin.close()
-        proposer._try(one, frozenset(INNER[:1]), len(one.tokens), batch)
-        one.kv.close()
-        assert not own.lm.cells.references.any()
+        proposer._try(sequence, frozenset(INNER[:1]), len(sequence.tokens), batch)
+        sequence.kv.close()
+        assert not each_target.lm.cells.references.any()
     torch.testing.assert_close(*scores, rtol=0, atol=1e-10)
 
 
 def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
     proposer = skip(target, "chain", None)
     batch = batch_of(target, requests(), proposer)
-    for one in batch.sequences:
-        target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
+    for sequence in batch.sequences:
+        target.lm.forward([sequence.kv], [sequence.tokens[:-1]], empty(1))
     with monkeypatch.context() as patch:
         patch.setattr(target.lm, "draft_pass", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             proposer.propose(batch)
-    for one in batch.sequences:
-        one.kv.close()
+    for sequence in batch.sequences:
+        sequence.kv.close()
     assert not target.lm.cells.references.any()
 
 
@@ -225,15 +227,15 @@ def test_cells_in_use_stay_within_the_limit(target, truth, monkeypatch, plan, sk
     assert proposer.target_cells > proposer.nodes
 
     def counted(cells, *args):
-        found = take(cells, *args)
+        cells_taken = take(cells, *args)
         used.append(np.count_nonzero(cells.references))
-        return found
+        return cells_taken
 
     monkeypatch.setattr(Cells, "take", counted)
-    most = max(len(one.tokens) for one in requests()) + 20 + proposer.target_cells
+    most = max(len(request.tokens) for request in requests()) + 20 + proposer.target_cells
     engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)), limits=Limits(max_kv_tokens=most))
-    for one in requests():
-        engine.add(one)
+    for request in requests():
+        engine.add(request)
     assert sum(1 for _ in engine) > 3 and emitted(engine) == truth
     assert max(used) <= most
 
@@ -248,22 +250,22 @@ def test_what_is_found_follows_from_the_text_alone(target):
 
     def follow(state_of, lengths):
         batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
-        (one,) = batch.sequences
+        (sequence,) = batch.sequences
         if state_of is not None:
-            one.state = state_of
+            sequence.state = state_of
         for length in lengths:
-            one.tokens[:] = text[:length]
-            target.lm.forward([one.kv], [one.pending[:-1]], empty(1)) if len(one.pending) > 1 else None
+            sequence.tokens[:] = text[:length]
+            target.lm.forward([sequence.kv], [sequence.pending[:-1]], empty(1)) if len(sequence.pending) > 1 else None
             proposer.propose(batch)
-        tries = list(one.state.tries)
-        one.kv.close()
-        return one.state, tries
+        tries = list(sequence.state.tries)
+        sequence.kv.close()
+        return sequence.state, tries
 
     steps = [len(PROMPTS[0]), *range(len(PROMPTS[0]) + 1, len(text) + 1)]
     state, slowly = follow(None, steps)
     _, at_once = follow(None, [len(text)])
     assert slowly == at_once
-    assert len({one.skipped for one in slowly}) == len(slowly) == proposer.skipped.sets == 4  # each set once
+    assert len({attempt.skipped for attempt in slowly}) == len(slowly) == proposer.skipped.sets == 4  # each set once
     twin = proposer.fork(state)
     proposer.rewind(twin, 9)
     assert twin.tries == slowly[:2] and state.tries == slowly
@@ -275,14 +277,18 @@ def test_what_is_found_follows_from_the_text_alone(target):
 def test_scores_are_agreements_with_the_text(target):
     proposer = skip(target, "chain", None, window=6)
     batch = batch_of(target, requests(prompts=[(*PROMPTS[2], *PROMPTS[0])]), proposer)
-    (one,) = batch.sequences
-    target.lm.forward([one.kv], [one.tokens[:-1]], empty(1))
-    found = proposer._try(one, frozenset(), len(one.tokens), batch)  # nothing skipped: the target's own arg max
-    own = [int(plain_logits(target.lm.model, one.tokens[:end]).argmax()) for end in range(1, len(one.tokens))]
-    assert found.score == np.mean([a == b for a, b in zip(own[-6:], one.tokens[-6:], strict=True)])
-    twin = fork_of(one, proposer)
+    (sequence,) = batch.sequences
+    target.lm.forward([sequence.kv], [sequence.tokens[:-1]], empty(1))
+    attempt = proposer._try(
+        sequence, frozenset(), len(sequence.tokens), batch
+    )  # nothing skipped: the target's own arg max
+    greedy = [
+        int(plain_logits(target.lm.model, sequence.tokens[:end]).argmax()) for end in range(1, len(sequence.tokens))
+    ]
+    assert attempt.score == np.mean([a == b for a, b in zip(greedy[-6:], sequence.tokens[-6:], strict=True)])
+    twin = fork_of(sequence, proposer)
     twin.kv.close()
-    one.kv.close()
+    sequence.kv.close()
     assert not target.lm.cells.references.any()
 
 
@@ -305,7 +311,7 @@ def test_every_set_is_scored_once():
     assert search.sets == 16
     while not search.over(done):
         done.append(Try(search.candidate(done), 0.5, len(done)))
-    assert len({one.skipped for one in done}) == len(done) == 16
+    assert len({attempt.skipped for attempt in done}) == len(done) == 16
 
 
 def test_candidates_keep_the_ratio_and_repeat():
@@ -313,12 +319,12 @@ def test_candidates_keep_the_ratio_and_repeat():
     search, done = SkipSearch(inner, 0.45), []
     generator = np.random.default_rng(0)
     for number in range(12):
-        found = search.candidate(done)
-        assert found == search.candidate(done) and found <= set(inner)
+        chosen = search.candidate(done)
+        assert chosen == search.candidate(done) and chosen <= set(inner)
         for kind in ("attn", "mlp"):
-            assert sum(one.kind == kind for one in found) == 4  # round(4.5)
-        done.append(Try(found, float(generator.random()), number))
-    assert len({one.skipped for one in done}) == 12
+            assert sum(sublayer.kind == kind for sublayer in chosen) == 4  # round(4.5)
+        done.append(Try(chosen, float(generator.random()), number))
+    assert len({attempt.skipped for attempt in done}) == 12
 
 
 def test_the_search_finds_which_sublayers_matter():
@@ -326,13 +332,13 @@ def test_the_search_finds_which_sublayers_matter():
     inner = tuple(Sublayer(kind, layer) for layer in range(1, 9) for kind in ("attn", "mlp"))
     search = SkipSearch(inner, 0.5, enough=1.0)
     generator = np.random.default_rng(1)
-    cost = {one: float(generator.random()) / 8 for one in inner}
+    cost = {sublayer: float(generator.random()) / 8 for sublayer in inner}
     done = []
     for number in range(40):
-        found = search.candidate(done)
-        done.append(Try(found, 1 - sum(cost[one] for one in found), number))
-    chosen = [one.score for number, one in enumerate(done) if number >= 15 and number % 5 == 0]
-    random = [one.score for number, one in enumerate(done) if number % 5]
+        skipped = search.candidate(done)
+        done.append(Try(skipped, 1 - sum(cost[sublayer] for sublayer in skipped), number))
+    chosen = [attempt.score for number, attempt in enumerate(done) if number >= 15 and number % 5 == 0]
+    random = [attempt.score for number, attempt in enumerate(done) if number % 5]
     assert np.mean(chosen) > np.mean(random) + np.std(random) / 2
 
 

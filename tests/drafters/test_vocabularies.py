@@ -85,9 +85,9 @@ def stated(pair, proposer, text, path, sampling):
     draft = SimpleNamespace(model=proposer.lm.model, tokenizer=proposer.draft_tokenizer)
     ordinary = oracle.shared(target.tokenizer, draft.tokenizer)
     for name in ("<s>", "</s>", "<unk>"):
-        own = [one.get_vocab().get(name) for one in (target.tokenizer, draft.tokenizer)]
-        if None not in own:
-            special[own[0]] = own[1]
+        ids = [tokenizer.get_vocab().get(name) for tokenizer in (target.tokenizer, draft.tokenizer)]
+        if None not in ids:
+            special[ids[0]] = ids[1]
     read = oracle.read(target.tokenizer, draft.tokenizer, text, special.items())
     every = ordinary | special
     logits = oracle.logits(draft.model, read + [every[token] for token in path], every, target.vocabulary)
@@ -123,14 +123,14 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_the_text_token
     sampling = Sampling(1.0, repetition_penalty=1.1)
     proposer, asked = loaded(pairs[name], **WAYS[way]), wanted(PAIRS[name][0], sampling, 9)
     proposer.draft_tokenizer = PAIRS[name][1]
-    texts, compared, rejected = {one.id: list(one.tokens) for one in asked}, 0, 0
+    texts, compared, rejected = {request.id: list(request.tokens) for request in asked}, 0, 0
     verifier = Gumbel() if way == "gumbel" else Token()
     warp = replace(sampling, temperature=proposer.plan.temperature or 1.0)
     for info in fixed_group(Arm(pairs[name][0], proposer, verifier, CounterDraws(3)), asked):
-        before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
+        before = [SimpleNamespace(tokens=texts[sequence.request.id]) for sequence in info.sequences]
         compared += compare(pairs[name], proposer, info.draft, before, warp)
         rejected += sum(len(done.path) < info.draft.shape.depth.max() for done in info.committed)
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
+        texts |= {sequence.request.id: list(sequence.tokens) for sequence in info.sequences}
     assert compared > 30 and rejected > 3
     assert not proposer.lm.cells.references.any()
 
@@ -154,19 +154,19 @@ def test_distributions_are_right_after_any_history(pairs, name, history):
     for step, (what, number, token, text) in enumerate([("accept", 0, 0, ""), *history]):
         draft = proposer.propose(batch)
         compare(pairs[name], proposer, draft, batch.sequences, WARM)
-        place = number % len(batch.sequences)
-        one = batch.sequences[place]
+        index = number % len(batch.sequences)
+        seq = batch.sequences[index]
         if what == "accept":
-            rows = draft.shape.trees[place]
-            one.tokens += [*path_tokens(draft, int(rows[number % len(rows)])), token]
+            rows = draft.shape.trees[index]
+            seq.tokens += [*path_tokens(draft, int(rows[number % len(rows)])), token]
         elif what == "rewind":
-            del one.tokens[max(1, len(one.tokens) - number) :]
+            del seq.tokens[max(1, len(seq.tokens) - number) :]
         elif what == "replace":
-            one.tokens[-min(number, len(one.tokens) - 1) or -1 :] = [token, token]
+            seq.tokens[-min(number, len(seq.tokens) - 1) or -1 :] = [token, token]
         elif what == "other":
-            one.tokens += target.tokenizer(text, add_special_tokens=False)["input_ids"]
+            seq.tokens += target.tokenizer(text, add_special_tokens=False)["input_ids"]
         elif len(batch.sequences) < 3:
-            batch.sequences.append(fork_of(one, proposer, [*one.tokens, token], step + 1))
+            batch.sequences.append(fork_of(seq, proposer, [*seq.tokens, token], step + 1))
         for sequence in batch.sequences:
             sequence.step += 1
     for sequence in batch.sequences:
@@ -188,7 +188,7 @@ GREEDY = [
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(pairs, name, options):
     target, asked = pairs[name][0], wanted(PAIRS[name][0])
-    truth = [plain_greedy(target.lm.model, one.tokens, 16) for one in asked]
+    truth = [plain_greedy(target.lm.model, request.tokens, 16) for request in asked]
     group, steps = decode(target, loaded(pairs[name], **options), asked, Match() if "rerank" in options else None)
     assert emitted(group) == truth
     assert sum(info.draft.shape.nodes for info in steps) > 30
@@ -200,7 +200,10 @@ def test_a_batch_decodes_as_its_requests_alone(pairs, way, verifier):
     target, asked = pairs["bytes, bytes"][0], wanted(PROSE_BYTES, WARM, 12)
     together = emitted(decode(target, loaded(pairs["bytes, bytes"], **WAYS[way]), asked, verifier)[0])
     alone = [loaded(pairs["bytes, bytes"], **WAYS[way]) for _ in asked]
-    each = [emitted(decode(target, own, [one], verifier)[0])[0] for own, one in zip(alone, asked, strict=True)]
+    each = [
+        emitted(decode(target, proposer, [request], verifier)[0])[0]
+        for proposer, request in zip(alone, asked, strict=True)
+    ]
     assert together == each
 
 
@@ -257,16 +260,16 @@ def shares(target, draft, ends=None):
 
 def names(tokenizer, pairs):
     """The special tokens among pairs of shared tokens, as the draft writes them."""
-    return {str(one) for number, one in tokenizer.added_tokens_decoder.items() if number in pairs.values()}
+    return {str(added) for number, added in tokenizer.added_tokens_decoder.items() if number in pairs.values()}
 
 
 def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def common(one, other):
+def common(text, other):
     """The length of the longest common prefix."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
 
 
 LONG = {"prose": " ".join([PROSE] * 15), "no spaces": "the漢字é" * 400, "spaces": "x" + " " * 3000, "lines": CODE * 10}
@@ -281,9 +284,9 @@ def test_a_long_text_is_read_in_pieces_that_later_tokens_never_change(name, text
     if text in ("prose", "lines"):
         assert read(tokens) == oracle.read(target, draft, tokens), "no token crosses the end of a piece"
     for end in range(1, len(tokens), 11):
-        found = read(tokens[:end])
-        assert len(before) - common(before, found) <= 1024
-        before = found
+        read_back = read(tokens[:end])
+        assert len(before) - common(before, read_back) <= 1024
+        before = read_back
 
 
 def test_only_what_is_tokenized_otherwise_is_computed_again(pairs):
@@ -297,11 +300,11 @@ def test_only_what_is_tokenized_otherwise_is_computed_again(pairs):
     proposer.lm.forward = counted
     first = PROSE_BYTES("It is the")["input_ids"]
     batch = batch_of(pairs["bytes, bytes"][0], requests(WARM, 30, [first]), proposer)
-    one, texts = batch.sequences[0], [[]]
+    sequence, texts = batch.sequences[0], [[]]
     for more in ("re is", " é", ""):
-        texts.append(read(one.tokens))
+        texts.append(read(sequence.tokens))
         proposer.propose(batch)
-        one.tokens += encode(PROSE_BYTES, more)
+        sequence.tokens += encode(PROSE_BYTES, more)
     merged_ = CODE_BYTES.convert_ids_to_tokens(texts[2])
     assert "Ġthere" in merged_ and "Ġthere" not in CODE_BYTES.convert_ids_to_tokens(texts[1])
     proposer.propose(batch)
@@ -311,20 +314,20 @@ def test_only_what_is_tokenized_otherwise_is_computed_again(pairs):
 
 def test_accepted_nodes_are_found_again(pairs):
     """Where the text is tokenized as it was drafted, only the last level and the token after it are computed."""
-    target, found = pairs["bytes, bytes"][0], []
+    target, lengths = pairs["bytes, bytes"][0], []
     for text in (*TEXTS, "It", "the", "thing"):
         proposer = loaded(pairs["bytes, bytes"], drawn="point")
         forward, nodes, read = proposer.lm.forward, proposer.vocabularies.nodes, proposer.vocabularies.read
         batch = batch_of(target, requests(WARM, 30, [PROSE_BYTES(text)["input_ids"]]), proposer)
-        one, before = batch.sequences[0], read(batch.sequences[0].tokens)
+        sequence, before = batch.sequences[0], read(batch.sequences[0].tokens)
         path = proposer.propose(batch).token.numpy()
-        one.tokens += [*path.tolist(), 1]
-        if read(one.tokens) == [*before, *nodes(path), *nodes(np.array([1]))]:
+        sequence.tokens += [*path.tolist(), 1]
+        if read(sequence.tokens) == [*before, *nodes(path), *nodes(np.array([1]))]:
             proposer.lm.forward = lambda kvs, pending, *rest, forward=forward, **timed: (
-                found.append(len(pending[0])), forward(kvs, pending, *rest, **timed),
+                lengths.append(len(pending[0])), forward(kvs, pending, *rest, **timed),
             )[1]  # fmt: skip
             proposer.propose(batch)
-    assert len(found) > 1 and set(found) == {2}
+    assert len(lengths) > 1 and set(lengths) == {2}
 
 
 def test_an_unfinished_character_is_read_byte_by_byte_until_it_is_whole():
@@ -338,18 +341,18 @@ def test_an_unfinished_character_is_read_byte_by_byte_until_it_is_whole():
 
 
 def test_text_that_spells_a_special_token_is_read_as_text():
-    spelled = [token for one in "</s>" for token in encode(PROSE_BYTES, one)]
-    found = shares(PROSE_BYTES, CODE_BYTES).read(spelled)
-    assert CODE_BYTES.convert_ids_to_tokens(found) == ["<", "/", "s", ">"]
+    spelled = [token for character in "</s>" for token in encode(PROSE_BYTES, character)]
+    read_back = shares(PROSE_BYTES, CODE_BYTES).read(spelled)
+    assert CODE_BYTES.convert_ids_to_tokens(read_back) == ["<", "/", "s", ">"]
 
 
 def test_special_tokens_are_shared_by_text_and_role_and_others_are_left_out():
     target = byte_level(PROSE, 60, ("<s>", "</s>", "<tool>", "<pad>"), pad_token="<pad>")
     draft = byte_level(CODE, 60, ("<pad>", "</s>", "<s>", "<tool>"), pad_token="<tool>")
-    found = shares(target, draft)
-    assert names(draft, found.pairs) == {"<s>", "</s>", "<tool>", "<pad>"}
+    shared = shares(target, draft)
+    assert names(draft, shared.pairs) == {"<s>", "</s>", "<tool>", "<pad>"}
     text = [0, *encode(target, "a"), 2, *encode(target, "b"), 3, 1]
-    assert draft.convert_ids_to_tokens(found.read(text)) == ["a", "<tool>", "b", "<pad>", "</s>"]
+    assert draft.convert_ids_to_tokens(shared.read(text)) == ["a", "<tool>", "b", "<pad>", "</s>"]
     roles = shares(target, draft, {2, 1})  # here <s> ends texts as well, as in GPT-2
     assert names(draft, roles.pairs) == {"</s>", "<tool>", "<pad>"}
     assert draft.convert_ids_to_tokens(roles.read([*text, 0, *encode(target, "c")])) == [
@@ -375,7 +378,7 @@ def test_shared_tokens_are_recorded_and_logged_once(pairs, caplog):
     facts = {"vocabularies": "intersect", "shared_tokens": count, "shared_share": count / len(CODE_BYTES)}
     assert proposer.facts.items() >= facts.items()
     assert proposer.facts["tree"] == "0 0.0 0.0.0"
-    logged = [one.getMessage() for one in caplog.records if "shares" in one.getMessage()]
+    logged = [record.getMessage() for record in caplog.records if "shares" in record.getMessage()]
     assert len(logged) == 1 and f"{count} of the {len(CODE_BYTES)} tokens" in logged[0]
 
 

@@ -61,9 +61,9 @@ class Mixed:
     def pick(self, weights: Any, keys: Sequence[Key]) -> torch.Tensor:
         """See ``Draws``."""
         picked = []
-        for place, key in enumerate(keys):
+        for number, key in enumerate(keys):
             draws = self.enumerating if key.request == 0 else self.keyed
-            picked.append(int(draws.pick(weights[place : place + 1], [key])[0]))
+            picked.append(int(draws.pick(weights[number : number + 1], [key])[0]))
         return torch.tensor(picked)
 
 
@@ -93,21 +93,21 @@ def decoded(
             seen["accepted"] += sum(len(got.path) for got in info.committed)
         assert not engine.errors, engine.errors
         each: list[list] = [[] for _ in range(count)]
-        for one in engine.sequences:
-            if one.request.id < 1000:
-                each[one.request.id].append((one.lineage, tuple(one.emitted), one.finish))
+        for sequence in engine.sequences:
+            if sequence.request.id < 1000:
+                each[sequence.request.id].append((sequence.lineage, tuple(sequence.emitted), sequence.finish))
         assert not target.lm.cells.references.any()  # everything was freed
         return [tuple((text, finish) for _, text, finish in sorted(every)) for every in each]
 
-    found: dict = {}
+    masses: dict = {}
     if limits is None:
         outcomes = side_by_side(play)
     else:
         outcomes = explore(lambda draws: play(Mixed(draws), 1)[0])
     for probability, output in outcomes:
         seen["outcomes"] += 1
-        found[output] = found.get(output, 0.0) + probability
-    return found, seen
+        masses[output] = masses.get(output, 0.0) + probability
+    return masses, seen
 
 
 def wanted(target: Target, tokens: int, applied: AppliedConstraint | None = None) -> dict:
@@ -116,6 +116,6 @@ def wanted(target: Target, tokens: int, applied: AppliedConstraint | None = None
     return truth(instance, SAMPLING)
 
 
-def distance(found: dict, other: dict) -> float:
+def distance(masses: dict, other: dict) -> float:
     """Total variation."""
-    return 0.5 * sum(abs(found.get(one, 0.0) - other.get(one, 0.0)) for one in {*found, *other})
+    return 0.5 * sum(abs(masses.get(output, 0.0) - other.get(output, 0.0)) for output in {*masses, *other})

@@ -153,8 +153,8 @@ def block_markov(target):
     )
 
 
-def block_drafter(target, plan, **own):
-    settings = BlockSettings(small_layer(16), 16, 16, V, (1, 2), mask_token=V - 1, layers=2, **own)
+def block_drafter(target, plan, **more):
+    settings = BlockSettings(small_layer(16), 16, 16, V, (1, 2), mask_token=V - 1, layers=2, **more)
     return BlockDrafter(random_network(BlockNetwork(settings), target, seed=2), target, plan)
 
 
@@ -186,12 +186,12 @@ def shared_tree(target):
 
 
 def of_shared_tokens(target, plan):
-    mine, own = (
+    mine, draft_tokens = (
         Tokens(letters(tokens), len(tokens), frozenset({4}), "toy")
         for tokens in (["a", "b", "ab", "c", "</s>"], ["c", "bc", "b", "a", "</s>", "ca"])
     )
-    tokens = SharedTokens([(0, 3), (1, 2), (3, 0), (4, 4)], V, Retokenized(mine, own, {4: 4}), V)
-    draft = tiny_model(seed=2, num_hidden_layers=1, vocab_size=own.size)
+    tokens = SharedTokens([(0, 3), (1, 2), (3, 0), (4, 4)], V, Retokenized(mine, draft_tokens, {4: 4}), V)
+    draft = tiny_model(seed=2, num_hidden_layers=1, vocab_size=draft_tokens.size)
     return DraftModel(CausalLM(draft), target.context, plan, vocabularies=tokens)
 
 
@@ -319,9 +319,9 @@ CASES = [
 @pytest.mark.parametrize(("proposer", "constraint", "verifier"), CASES)
 def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     target, applied, tokens = model(), constraints()[constraint], 2 if proposer in SAMPLED else 3
-    found, seen = decoded(target, PROPOSERS[proposer](target), VERIFIERS[verifier], tokens, applied)
-    assert distance(found, wanted(target, tokens, applied)) < EXACT
-    assert abs(sum(found.values()) - 1) < EXACT
+    outcomes, seen = decoded(target, PROPOSERS[proposer](target), VERIFIERS[verifier], tokens, applied)
+    assert distance(outcomes, wanted(target, tokens, applied)) < EXACT
+    assert abs(sum(outcomes.values()) - 1) < EXACT
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
@@ -351,8 +351,8 @@ BOTTOM_UP = {("recycling", "two at once"), ("union", "preempted")}  # with trave
 )
 def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, limits, verifier):
     target, tokens = model(), 2 if proposer in SAMPLED else 3
-    found, seen = decoded(target, PROPOSERS[proposer](target), VERIFIERS[verifier], tokens, None, LIMITS[limits])
-    assert distance(found, wanted(target, tokens)) < EXACT
+    outcomes, seen = decoded(target, PROPOSERS[proposer](target), VERIFIERS[verifier], tokens, None, LIMITS[limits])
+    assert distance(outcomes, wanted(target, tokens)) < EXACT
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 

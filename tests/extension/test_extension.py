@@ -58,7 +58,7 @@ def left_behind(tmp_path):
 @pytest.mark.one_in(5)
 @pytest.mark.filterwarnings("error:provider=hydra.searchpath")  # Hydra reports a missing search path
 @pytest.mark.parametrize(
-    ("found", "proposer", "verifier", "constraint", "options"),
+    ("how_found", "proposer", "verifier", "constraint", "options"),
     [
         (BY_NAME, "bigram", "agree", "apart", []),
         (BY_FOLDER, "bigram", "traversal", "regex", ["constraint.pattern='[a-z ]+'"]),
@@ -69,10 +69,10 @@ def left_behind(tmp_path):
     ],
 )
 def test_a_plugin_s_parts_compose_with_all_others(
-    flat_cli, left_behind, found, proposer, verifier, constraint, options
+    flat_cli, left_behind, how_found, proposer, verifier, constraint, options
 ):
     chosen = [f"proposer={proposer}", f"verifier={verifier}", f"constraint={constraint}", "sampling=temperature_1"]
-    code, _, errors = flat_cli(*found, *SHORT, *chosen, *options, "baseline=false")
+    code, _, errors = flat_cli(*how_found, *SHORT, *chosen, *options, "baseline=false")
     assert code == 0, errors
     summary = left_behind("summary.json")
     assert (summary["proposer"], summary["verifier"], summary["constraint"]) == (proposer, verifier, constraint)
@@ -87,7 +87,7 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_
     requests = pd.read_parquet(tmp_path / "here" / "requests.parquet")
     tokens = {arm: rows.sort_values("request")["tokens"].map(list).tolist() for arm, rows in requests.groupby("arm")}
     assert len(tokens["speculative"]) == 2 and tokens["speculative"] == tokens["baseline"]
-    assert all(a != b for one in tokens["speculative"] for a, b in pairwise(one))
+    assert all(a != b for token in tokens["speculative"] for a, b in pairwise(token))
 
 
 def test_a_verifier_that_does_not_support_the_drafts_is_refused_by_name(flat_cli):
@@ -206,7 +206,7 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
-    assert pair["exact"]["instances"] == sum(one.chain for one in every_instance())
+    assert pair["exact"]["instances"] == sum(instance.chain for instance in every_instance())
     assert "bigram (point), straight: chains only" in output
 
 
@@ -225,12 +225,12 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
     options = ["proposer=bigram", "verifier=agree", "constraint=apart", "task.tokens=64", "max_new_tokens=16"]
     code, _, errors = flat_cli(*BY_NAME, *CERTIFY, *options)
     assert code == 0, errors
-    found = left_behind("certificate.json")
-    assert found["constraint"]["name"] == "apart" and found["constraint"]["enumerated"] is True
-    toys = [name.rpartition(", ")[2] for name in found["instances"] if "apart on " in name]
+    files = left_behind("certificate.json")
+    assert files["constraint"]["name"] == "apart" and files["constraint"]["enumerated"] is True
+    toys = [name.rpartition(", ")[2] for name in files["instances"] if "apart on " in name]
     assert toys == 2 * [f"apart on {placement}" for placement in get_args(Placement)]
-    assert found["pairs"][0]["exact"]["instances"] == len(QUICK) + len(toys)
-    assert [check["name"] for check in found["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
+    assert files["pairs"][0]["exact"]["instances"] == len(QUICK) + len(toys)
+    assert [check["name"] for check in files["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
 
 
 @pytest.mark.nightly

@@ -223,8 +223,8 @@ def tiny_family(name: str, dtype: torch.dtype | None = None, **changes: Any) -> 
     config = AutoConfig.for_model(family.model_type or name, **family.fields | changes)
     model = AutoModelForCausalLM.from_config(config).to(dtype or family.dtype).eval()
     with torch.no_grad():
-        for place, parameter in model.named_parameters():
-            if place.endswith("sinks"):
+        for path, parameter in model.named_parameters():
+            if path.endswith("sinks"):
                 parameter.normal_()
             elif parameter.dim() > 1:
                 parameter.mul_(4.0)
@@ -254,7 +254,7 @@ def page() -> str:
         (kind, *given), single = build.args, torch.float32
         states.append(f"| `{kind}` | {'float32' if single in given else 'float64'} |")
     tables = (HEAD, rows), (POSITIONS_HEAD, more), (RECURRENT, states)
-    return "".join(head + "\n".join(dict.fromkeys(found)) + "\n" for head, found in tables)
+    return "".join(head + "\n".join(dict.fromkeys(lines)) + "\n" for head, lines in tables)
 
 
 HEAD = """# Families of models

@@ -116,5 +116,5 @@ def four_bits(source: Path, folder: Path, method: str) -> dict[str, torch.Tensor
 
 def packed(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Pack numbers of 4 bits, ``[n, m] -> [n, m / 8]`` int32; ``order`` says which of eight has which place."""
-    words = sum(numbers[:, one::8] << (4 * place) for place, one in enumerate(order))
+    words = sum(numbers[:, bit::8] << (4 * number) for number, bit in enumerate(order))
     return torch.where(words < 2**31, words, words - 2**32).int().contiguous()

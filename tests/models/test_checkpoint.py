@@ -98,9 +98,9 @@ def test_shards_load_and_are_hashed(folder):
     index = shard(folder)
     tensors = load_file(folder / "part.safetensors")
     names = sorted(tensors)
-    for number, own in enumerate((names[:5], names[5:])):
-        save_file({name: tensors[name] for name in own}, folder / f"{number}.safetensors", {"format": "pt"})
-        index["weight_map"] |= dict.fromkeys(own, f"{number}.safetensors")
+    for number, part in enumerate((names[:5], names[5:])):
+        save_file({name: tensors[name] for name in part}, folder / f"{number}.safetensors", {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(part, f"{number}.safetensors")
     (folder / "part.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     target = load(folder)
@@ -558,7 +558,7 @@ def added(folder: Path, *tokens: str, **special: str) -> None:
     vocabulary = known["model"]["vocab"]
     vocabulary |= {f"filler{number}": number for number in range(len(vocabulary), 61)}
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    known["added_tokens"] += [{"id": 61 + number, "content": one, **more} for number, one in enumerate(tokens)]
+    known["added_tokens"] += [{"id": 61 + number, "content": token, **more} for number, token in enumerate(tokens)]
     (folder / "tokenizer.json").write_text(json.dumps(known))
     change(folder, "tokenizer_config.json", **special)
 

@@ -124,8 +124,8 @@ def test_forwards_without_a_cache_have_the_logits_of_transformers_attention(name
     with torch.inference_mode():
         model.set_attn_implementation(own_attention(model))
         expected = model(input_ids=texts, use_cache=False).logits
-        found = CausalLM(model).model(input_ids=texts, use_cache=False).logits
-    assert float((found - expected).abs().max() / expected.std()) < EXACT[FAMILIES[name].dtype]
+        logits = CausalLM(model).model(input_ids=texts, use_cache=False).logits
+    assert float((logits - expected).abs().max() / expected.std()) < EXACT[FAMILIES[name].dtype]
 
 
 WAYS = {"alone": chain(3), "batch": TREE, "dense": TREE, "fixed": chain(3)}
@@ -160,8 +160,8 @@ def test_continuous_batching_emits_the_tokens_of_generate(name, truth):
     target = target_of(name)
     limits = Limits(3, 4, CONTEXT // 3)
     engine, steps = Engine(Arm(target, told(truth, TREE), Token(), CounterDraws(0)), limits=limits), []
-    for one in wanted():
-        engine.add(one)
+    for request in wanted():
+        engine.add(request)
         steps += [engine.step(), engine.step()]
     steps += engine
     assert emitted(engine) == truth

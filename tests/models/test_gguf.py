@@ -55,8 +55,8 @@ def test_a_target_has_the_files_context_tokenizer_ends_and_services(files):
     assert isinstance(target.lm, LlamaCpp) and target.vocabulary == target.lm.vocabulary == 4096
     assert target.context == 256 and target.ends == {0} and len(target.sha256) == 64
     assert target.self_check == 0 and target.lm.settings == LlamaSettings(1, "f16", 512, None)
-    own = AutoTokenizer.from_pretrained(files / "own")
-    assert target.tokenizer("def f(x): return 1")["input_ids"] == own("def f(x): return 1")["input_ids"]
+    loaded = AutoTokenizer.from_pretrained(files / "own")
+    assert target.tokenizer("def f(x): return 1")["input_ids"] == loaded("def f(x): return 1")["input_ids"]
     assert target.services.hidden_size == 32 and target.services.lm_head(torch.zeros(1, 32)).shape == (1, 4096)
     assert target.lm.facts["engine"] == "llama.cpp" and target.lm.capabilities.hidden_layers == 2
     with pytest.raises(Unsupported, match="LlamaCpp"):
@@ -67,12 +67,12 @@ def test_a_forward_reads_and_computes_what_it_does_in_transformers(files, tmp_pa
     """Of the same weights and a cache in float32; quantised weights are fewer bytes, and the same products."""
     convert(files / "own", tmp_path / "f32.gguf", "f32")
     convert(files / "own", tmp_path / "q8_0.gguf", "q8_0")
-    own = Target.load(str(files / "own"), dtype="float32").lm.work
-    assert load(tmp_path, "f32", kv_dtype="f32").lm.work == own
+    work = Target.load(str(files / "own"), dtype="float32").lm.work
+    assert load(tmp_path, "f32", kv_dtype="f32").lm.work == work
     small = load(tmp_path, "q8_0", kv_dtype="f32").lm.work
-    assert small.weight_bytes < own.weight_bytes / 3 and small.row_flops == own.row_flops
+    assert small.weight_bytes < work.weight_bytes / 3 and small.row_flops == work.row_flops
     half = load(tmp_path, "f32").lm.work
-    assert 2 * half.attention[0].kv_bytes == own.attention[0].kv_bytes
+    assert 2 * half.attention[0].kv_bytes == work.attention[0].kv_bytes
 
 
 def test_a_target_states_its_own_threads(files):
@@ -89,15 +89,15 @@ def test_of_a_mixture_of_experts_the_experts_of_one_row_are_counted(files):
                 file,
                 metadata={**file.metadata, "llama.expert_count": 8, "llama.expert_used_count": used},
                 tensors={
-                    name: one._replace(shape=(8, *one.shape)) if "ffn_up" in name else one
-                    for name, one in file.tensors.items()
+                    name: tensor._replace(shape=(8, *tensor.shape)) if "ffn_up" in name else tensor
+                    for name, tensor in file.tensors.items()
                 },
             ),
             "f16",
         )
         for used in (2, 8)
     )
-    up = sum(one.parameters for name, one in file.tensors.items() if "ffn_up" in name)
+    up = sum(tensor.parameters for name, tensor in file.tensors.items() if "ffn_up" in name)
     assert many.row_flops - few.row_flops == 2 * 6 * up and many.weight_bytes > few.weight_bytes
 
 
@@ -107,8 +107,8 @@ def test_end_tokens_that_llama_cpp_knows_by_their_text_end_a_generation_too(file
 
 def test_logits_without_drafts_are_those_of_plain_texts(files):
     target = load(files)
-    found = target.plain_logits([5, 6, 7, 8], 2)
-    for row, end in zip(found, (2, 3, 4), strict=True):
+    logits = target.plain_logits([5, 6, 7, 8], 2)
+    for row, end in zip(logits, (2, 3, 4), strict=True):
         torch.testing.assert_close(row, torch.from_numpy(logits_of([5, 6, 7, 8][:end], 4096)), rtol=0, atol=0)
     assert not target.lm.sequences
 
@@ -144,22 +144,22 @@ class WithTokenizer(FakeLlama):
         self.tokenizer, self.but = tokenizer, but
 
     def llama_tokenize(self, vocab, text, size, tokens, room, special, parse):
-        found = self.tokenizer(text.decode(), add_special_tokens=special)["input_ids"]
+        ids = self.tokenizer(text.decode(), add_special_tokens=special)["input_ids"]
         if self.but and self.but in text.decode():
-            found = found[1:]
-        for place, token in enumerate(found):
-            tokens[place] = token
-        return len(found)
+            ids = ids[1:]
+        for position, token in enumerate(ids):
+            tokens[position] = token
+        return len(ids)
 
 
 @pytest.mark.parametrize("but", ["", "Ünïcödé", "<|endoftext|>"])
 def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(files, but):
-    own = WithTokenizer(AutoTokenizer.from_pretrained(files / "gpt2"), but)
+    wrapped = WithTokenizer(AutoTokenizer.from_pretrained(files / "gpt2"), but)
     if not but:
-        assert load(files, "gpt2", library=own).tokenizer is not None
+        assert load(files, "gpt2", library=wrapped).tokenizer is not None
         return
     with pytest.raises(Unsupported, match=r"gpt2\.gguf.* tokenizer"):
-        load(files, "gpt2", library=own)
+        load(files, "gpt2", library=wrapped)
 
 
 class SeesSiblings(FakeLlama):
@@ -191,8 +191,8 @@ class Noisy(FakeLlama):
     def llama_decode(self, context, batch):
         code = super().llama_decode(context, batch)
         logits = context.memory["logits"]
-        place = sum(bool(cell.ids) for cell in context.cells)
-        logits += self.size * numbers((batch.n_tokens, place), len(logits), "noise")
+        used = sum(bool(cell.ids) for cell in context.cells)
+        logits += self.size * numbers((batch.n_tokens, used), len(logits), "noise")
         return code
 
 
@@ -218,8 +218,8 @@ def test_a_model_with_recurrent_layers_is_a_target_for_chains(files):
     assert isinstance(target.lm, LlamaRecurrent) and target.self_check == 0 and target.lm.work is None
     assert target.lm.settings == LlamaSettings(1, "f16", 512, None, 10) and target.lm.capabilities.rollback == 10
     assert target.lm.facts["snapshots"] == 10 and target.lm.capabilities.abilities == frozenset()
-    found = target.plain_logits([5, 6, 7, 8], 2)
-    torch.testing.assert_close(found[-1], torch.from_numpy(logits_of([5, 6, 7, 8], 4096)), rtol=0, atol=0)
+    logits = target.plain_logits([5, 6, 7, 8], 2)
+    torch.testing.assert_close(logits[-1], torch.from_numpy(logits_of([5, 6, 7, 8], 4096)), rtol=0, atol=0)
     library = recurrent()
     assert load(files, library=library, snapshots=3).lm.capabilities.rollback == 3
     assert {made.n_rs_seq for made in library.made} == {3}
@@ -227,9 +227,9 @@ def test_a_model_with_recurrent_layers_is_a_target_for_chains(files):
 
 class KeepsNoSnapshots(RecurrentMemory):
     def remove(self, number, start):
-        found = super().remove(number, start)
+        removed = super().remove(number, start)
         self.index[number] = 0
-        return found
+        return removed
 
 
 def test_the_self_check_refuses_a_library_whose_states_are_not_rolled_back(files, monkeypatch):
@@ -239,15 +239,15 @@ def test_the_self_check_refuses_a_library_whose_states_are_not_rolled_back(files
 
 
 def test_the_self_check_is_measured_once_for_the_same_file_and_setting(files):
-    cache, own = ProcessCache(), library()
-    load(files, library=own, cache=cache)
-    made = len(own.made)
-    load(files, library=own, cache=cache)
-    assert len(own.made) == made
+    cache, fake = ProcessCache(), library()
+    load(files, library=fake, cache=cache)
+    made = len(fake.made)
+    load(files, library=fake, cache=cache)
+    assert len(fake.made) == made
     for more in ({"kv_dtype": "f32"}, {"threads": 2}, {"chunk": 64}, {"gpu_layers": 3}):
-        load(files, library=own, cache=cache, **more)
-        assert len(own.made) > made, more
-        made = len(own.made)
+        load(files, library=fake, cache=cache, **more)
+        assert len(fake.made) > made, more
+        made = len(fake.made)
 
 
 def test_a_draft_model_may_be_a_gguf_file(files, monkeypatch):

@@ -44,14 +44,14 @@ def test_every_tensor_is_the_checkpoint_s_and_a_tied_head_is_left_out(tmp_path, 
     made = convert(str(folder), tmp_path / "model.gguf")
     file, weights = read_gguf(tmp_path / "model.gguf"), load_file(folder / "model.safetensors")
     assert made.dtype == "f32" and made.size == (tmp_path / "model.gguf").stat().st_size
-    held = {one: file.tensor(one) for one in file.tensors if one != "rope_freqs.weight"}
-    assert {source_of(one) for one in held} == weights.keys()
-    for one, numbers in held.items():
-        heads = heads_of(file, one)
-        assert torch.equal(unpermuted(numbers, heads) if heads else numbers, weights[source_of(one)]), one
+    held = {tensor: file.tensor(tensor) for tensor in file.tensors if tensor != "rope_freqs.weight"}
+    assert {source_of(key) for key in held} == weights.keys()
+    for key, numbers in held.items():
+        heads = heads_of(file, key)
+        assert torch.equal(unpermuted(numbers, heads) if heads else numbers, weights[source_of(key)]), key
     assert file.source_sha256 == weights_hash(str(folder))
     assert file.tied == (name == "tied") == ("output.weight" not in file.tensors)
-    assert made.parameters == sum(one.numel() for one in weights.values())
+    assert made.parameters == sum(weight.numel() for weight in weights.values())
 
 
 @pytest.mark.one_in(4)
@@ -121,16 +121,16 @@ def test_matrices_have_the_dtype_and_vectors_stay_in_float32(tmp_path, dtype, er
     file, weights = read_gguf(tmp_path / "model.gguf"), load_file(folder / "model.safetensors")
     for name, info in file.tensors.items():
         numbers, heads = file.tensor(name), heads_of(file, name)
-        own = weights[source_of(name)]
+        weight = weights[source_of(name)]
         numbers = unpermuted(numbers, heads) if heads else numbers
         kind = info.type_name.lower()
-        if own.dim() == 1:
-            assert kind == "f32" and torch.equal(numbers, own)
+        if weight.dim() == 1:
+            assert kind == "f32" and torch.equal(numbers, weight)
             continue
         outer = name in ("token_embd.weight", "output.weight")
-        short = own.shape[1] % 32 and dtype.startswith("q")
+        short = weight.shape[1] % 32 and dtype.startswith("q")
         assert kind == ("f16" if short else "q8_0" if outer and dtype == "q4_0" else dtype), name
-        assert (numbers - own).abs().max() <= error * own.abs().max()
+        assert (numbers - weight).abs().max() <= error * weight.abs().max()
     assert file.metadata["general.file_type"] == gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"]
 
 
@@ -153,7 +153,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_nothing(tmp_path
             convert(str(folder), tmp_path / "model.gguf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize(("changes", "named"), [
@@ -174,12 +174,12 @@ def test_a_model_that_llama_cpp_does_not_describe_is_refused_by_name(tmp_path, c
 def test_the_tokenizer_s_description_is_in_the_file(tmp_path):
     made = convert(str(with_zoo_tokenizer(tmp_path / "checkpoint", "qwen2")), tmp_path / "model.gguf")
     file = read_gguf(tmp_path / "model.gguf")
-    own = json.loads((tmp_path / "checkpoint/tokenizer.json").read_text())
+    data = json.loads((tmp_path / "checkpoint/tokenizer.json").read_text())
     metadata = {name.removeprefix("tokenizer."): value for name, value in file.metadata.items()}
-    assert json.loads(metadata["huggingface.json"])["model"] == own["model"]
+    assert json.loads(metadata["huggingface.json"])["model"] == data["model"]
     assert (metadata["ggml.model"], metadata["ggml.pre"]) == ("gpt2", "qwen2") and "qwen2" in made.tokenizer
-    assert dict(zip(file.tokens, range(4096), strict=True)) == own["model"]["vocab"]
-    assert metadata["ggml.merges"] == [" ".join(one) for one in own["model"]["merges"]]
+    assert dict(zip(file.tokens, range(4096), strict=True)) == data["model"]["vocab"]
+    assert metadata["ggml.merges"] == [" ".join(merge) for merge in data["model"]["merges"]]
     assert metadata["ggml.token_type"].tolist() == [3] + [1] * 4095, "the end-of-text token is a control token"
     assert (metadata["ggml.eos_token_id"], metadata.get("ggml.bos_token_id")) == (0, None)
     assert (metadata["ggml.add_bos_token"], metadata["ggml.add_eos_token"]) == (False, False)

@@ -130,8 +130,8 @@ def test_numbers_of_experts_that_abort_llama_cpp_are_refused(written, tmp_path, 
     for name, number in fields.items():
         data = inserted(data, f"llama.{name}", number)
     (tmp_path / "model.gguf").write_bytes(data)
-    found = refusal(tmp_path / "model.gguf")
-    assert found is None if named is None else re.search(named, found)
+    error = refusal(tmp_path / "model.gguf")
+    assert error is None if named is None else re.search(named, error)
 
 
 def test_more_layers_than_llama_cpp_has_room_for_are_refused(written, tmp_path):
@@ -170,12 +170,12 @@ def test_embedding_final_norm_and_head_compute_what_the_checkpoint_s_do(tmp_path
     folder = tiny(tmp_path / "checkpoint", name)
     convert(str(folder), tmp_path / "model.gguf")
     target = Target.load(str(folder), dtype="float32")
-    ours, own = GGUFServices(read_gguf(tmp_path / "model.gguf")), target.services
-    assert (ours.hidden_size, ours.num_layers) == (own.hidden_size, own.num_layers)
+    ours, target_services = GGUFServices(read_gguf(tmp_path / "model.gguf")), target.services
+    assert (ours.hidden_size, ours.num_layers) == (target_services.hidden_size, target_services.num_layers)
     tokens, hidden = torch.tensor([[3, 1, 4], [1, 5, 60]]), torch.randn(2, 3, 32)
-    assert torch.equal(ours.embed(tokens), own.embed(tokens))
-    assert torch.allclose(ours.lm_head(hidden), own.lm_head(hidden), rtol=1e-5, atol=1e-6)
-    assert torch.allclose(ours.final_norm(hidden), own.final_norm(hidden), rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours.embed(tokens), target_services.embed(tokens))
+    assert torch.allclose(ours.lm_head(hidden), target_services.lm_head(hidden), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(ours.final_norm(hidden), target_services.final_norm(hidden), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0", "q4_0"])

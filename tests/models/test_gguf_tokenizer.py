@@ -37,11 +37,11 @@ def without(file: GGUFFile, *names: str, **fields) -> GGUFFile:
     return replace(file, metadata=kept | {f"tokenizer.ggml.{name}": value for name, value in fields.items()})
 
 
-def assert_same(ours, own, texts=TEXTS):
+def assert_same(ours, other, texts=TEXTS):
     for text in texts:
-        ids = own(text)["input_ids"]
-        assert ours(text)["input_ids"] == ids and ours.decode(ids) == own.decode(ids)
-    assert (ours.bos_token, ours.eos_token) == (own.bos_token, own.eos_token)
+        ids = other(text)["input_ids"]
+        assert ours(text)["input_ids"] == ids and ours.decode(ids) == other.decode(ids)
+    assert (ours.bos_token, ours.eos_token) == (other.bos_token, other.eos_token)
 
 
 @pytest.mark.parametrize("pre", [None, *PRE_TOKENIZERS])
@@ -56,10 +56,10 @@ def test_the_tokenizer_is_the_checkpoint_s_own(tmp_path, pre):
 @pytest.mark.one_in(9)
 def test_it_is_built_from_tokens_and_merges_where_the_file_holds_no_json(tmp_path, pre):
     file = without(written(tmp_path, pre, vocab_size=4100), HF_JSON)
-    built, own = read_gguf_tokenizer(file), AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
-    assert_same(built, own)
-    assert built.get_vocab() == own.get_vocab(), "ids that are unused have no token"
-    assert built.decode([0, 5], skip_special_tokens=True) == own.decode([5])
+    built, loaded = read_gguf_tokenizer(file), AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    assert_same(built, loaded)
+    assert built.get_vocab() == loaded.get_vocab(), "ids that are unused have no token"
+    assert built.decode([0, 5], skip_special_tokens=True) == loaded.decode([5])
 
 
 def test_a_begin_token_is_added_as_the_file_says(tmp_path):
@@ -85,9 +85,9 @@ def test_llama_cpp_is_not_asked_for_tokens_where_it_would_abort(tmp_path, fields
 
 
 def test_a_folder_s_tokenizer_is_read_instead(tmp_path):
-    file, own = written(tmp_path, "gpt-2"), AutoTokenizer.from_pretrained(ZOO)
-    assert read_gguf_tokenizer(file)(PROBES[0])["input_ids"] != own(PROBES[0])["input_ids"]
-    assert_same(read_gguf_tokenizer(file, str(ZOO)), own)
+    file, loaded = written(tmp_path, "gpt-2"), AutoTokenizer.from_pretrained(ZOO)
+    assert read_gguf_tokenizer(file)(PROBES[0])["input_ids"] != loaded(PROBES[0])["input_ids"]
+    assert_same(read_gguf_tokenizer(file, str(ZOO)), loaded)
     with pytest.raises(OSError, match="missing"):
         read_gguf_tokenizer(file, str(tmp_path / "missing"))
 

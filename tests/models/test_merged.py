@@ -13,10 +13,10 @@ BOTH, MLP, NONE = 4, 2, 0  # merged modules of two layers
 def test_a_merged_model_has_the_logits_and_the_parameters_of_the_model(family):
     model = tiny_model(family)
     tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-    expected, count = model(tokens).logits, sum(one.numel() for one in model.parameters())
+    expected, count = model(tokens).logits, sum(parameter.numel() for parameter in model.parameters())
     changed = merge(model)
     torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-10)
-    assert sum(one.numel() for one in model.parameters()) == count
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
     few = {"gpt2": NONE, "gpt_bigcode": NONE, "gpt_neox": NONE, "phi3": NONE}  # their layers are one matrix already
     few["falcon"] = NONE
     some = dict.fromkeys(["phi", "opt", "starcoder2", "biogpt", "gptj"], MLP)  # no gate

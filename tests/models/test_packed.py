@@ -21,13 +21,13 @@ def test_a_packed_model_has_the_logits_and_the_parameters_of_the_model(family):
     model = tiny_model(family, dtype=torch.float32)
     tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     with torch.inference_mode():
-        expected, count = model(tokens).logits, sum(one.numel() for one in model.parameters())
+        expected, count = model(tokens).logits, sum(parameter.numel() for parameter in model.parameters())
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        layers = sum(type(one) is nn.Linear for one in model.modules())
+        layers = sum(type(module) is nn.Linear for module in model.modules())
         assert pack(model) == layers > 0
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     head = model.get_output_embeddings().weight
-    assert sum(one.numel() for one in model.parameters()) == count + tied * head.numel()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count + tied * head.numel()
     assert pack(model) == 0
 
 
@@ -76,7 +76,7 @@ def test_layers_that_are_not_plain_stay():
     layers = nn.ModuleList([Low(8, 8), hooked, double, nn.Linear(8, 8, device="meta"), nn.Linear(8, 8)])
     before = list(layers)
     assert pack(layers) == 1
-    assert all(one is other for one, other in zip(layers[:4], before, strict=False))
+    assert all(layer is other for layer, other in zip(layers[:4], before, strict=False))
     assert type(layers[4]) is PackedLinear
 
 

@@ -23,10 +23,10 @@ def installed(monkeypatch):
     versions: dict[str, str | None] = {}
 
     def version(name):
-        found = versions.get(name, "99")
-        if found is None:
+        known = versions.get(name, "99")
+        if known is None:
             raise metadata.PackageNotFoundError(name)
-        return found
+        return known
 
     monkeypatch.setattr(quantization.metadata, "version", version)
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
@@ -124,9 +124,9 @@ def test_only_fields_that_say_how_weights_are_stored_are_passed_on(tmp_path, ins
         "bnb_4bit_compute_dtype": "load", "run_compressed": True, "modules": ["x"], "weights_path": "w.bin", "meta": {},
         "use_optimized_inference": True, "llm_int8_enable_fp32_cpu_offload": True,
     }  # fmt: skip
-    found = carried(tmp_path, CONFIGS[method] | junk, CPU, "float16")
-    assert not found.fields.keys() & junk.keys() and found.method == method and found.carried
-    passed = own_config(found, torch.float16)
+    fields = carried(tmp_path, CONFIGS[method] | junk, CPU, "float16")
+    assert not fields.fields.keys() & junk.keys() and fields.method == method and fields.carried
+    passed = own_config(fields, torch.float16)
     if method == "torchao":
         assert passed is None, "its config names classes; tensors are put together from the header"
     else:
@@ -178,7 +178,7 @@ def test_an_fp8_checkpoint_is_dequantized(source, tmp_path):
     meant = fp8(source, tmp_path / "target")
     target = load(tmp_path / "target")
     read = {name: tensor.to_dense() for name, tensor in target.model.state_dict().items()}
-    assert all(torch.equal(read[name], one) for name, one in meant.items())
+    assert all(torch.equal(read[name], tensor) for name, tensor in meant.items())
     assert target.self_check < 1e-3 and target.tolerance == 1e-3
     assert target.facts["quantization"]["method"] == "fp8" and target.facts["quantization"]["dequantized"]
     plain = load(source)

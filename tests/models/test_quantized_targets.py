@@ -41,7 +41,7 @@ def load(folder, option=None, dtype="float32", **more):
 
 
 def requests(count=4, new=24):
-    return [Request(one, str(one), tuple(range(one, one + 5)) * 3, Sampling(), new) for one in range(count)]
+    return [Request(n, str(n), tuple(range(n, n + 5)) * 3, Sampling(), new) for n in range(count)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -80,7 +80,7 @@ def test_greedy_output_is_that_of_the_quantized_model(source, option, proposer):
     truth, _ = decoded(target, Null.load(target), Token(), requests(), 1)
     outputs, accepted = decoded(target, made, Token(), requests(), 4)
     plain, _ = decoded(load(source), Null.load(target), Token(), requests(), 1)
-    equal = sum(one == other for one, other in zip(outputs, truth, strict=True))
+    equal = sum(output == other for output, other in zip(outputs, truth, strict=True))
     assert equal == len(truth) if option.startswith("torchao") else equal >= len(truth) - 1
     assert accepted > 0 and (truth != plain or option.endswith("8")), "4 bits change the output of a random model"
 
@@ -89,8 +89,8 @@ def test_merged_layers_and_dense_attention_work(source):
     require("torchao_int8")
     expected = load(source, "torchao_int8").plain_logits([1, 2, 3], 1)
     for more in ({"graphs": True}, {"attention": "dense"}):
-        found = load(source, "torchao_int8", **more)
-        torch.testing.assert_close(found.plain_logits([1, 2, 3], 1), expected, rtol=1e-4, atol=1e-4)
+        loaded = load(source, "torchao_int8", **more)
+        torch.testing.assert_close(loaded.plain_logits([1, 2, 3], 1), expected, rtol=1e-4, atol=1e-4)
 
 
 # Checkpoints that are quantized already ------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ def test_a_checkpoint_of_gptq_or_awq_loads(tmp_path, method):
     save_file(meant, plain / "model.safetensors", {"format": "pt"})
     for dtype, allowed in (("float32", 0.02), ("bfloat16", 0.2)):
         target, same_weights = load(tmp_path / "target", dtype=dtype), load(plain, dtype=dtype)
-        found, expected = (one.plain_logits(list(range(9)), 1).float() for one in (target, same_weights))
-        assert (found - expected).abs().max() < allowed * expected.std()
+        logits, expected = (loaded.plain_logits(list(range(9)), 1).float() for loaded in (target, same_weights))
+        assert (logits - expected).abs().max() < allowed * expected.std()
         assert target.facts["quantization"]["method"] == method and target.facts["quantization"]["share"] == 1.0
         assert target.self_check <= target.tolerance < 0.25
         assert target.lm.facts["parameters"] == same_weights.lm.facts["parameters"]

@@ -33,7 +33,7 @@ PROMPTS = ((3, 14, 15, 9, 26, 5), (2, 7), tuple(range(1, 41)), (8,))
 def families(*short):
     """Every family, of which the short run has these."""
     marks = {name: [] if name in short else [pytest.mark.nightly] for name in FAMILIES}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=own) for name, own in marks.items()])
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in marks.items()])
 
 
 @dataclasses.dataclass
@@ -52,17 +52,17 @@ class Foretold(Proposer):
             done = len(sequence.emitted)
             right = np.random.default_rng([sequence.request.id, sequence.step]).integers(DEPTH + 1)
             coming = [*self.future[sequence.request.id][done:], *[0] * DEPTH][:DEPTH]
-            tokens += [(token + (place >= right)) % VOCABULARY for place, token in enumerate(coming)]
+            tokens += [(token + (number >= right)) % VOCABULARY for number, token in enumerate(coming)]
         return Draft(forest((chain(DEPTH),) * len(batch.sequences)), torch.tensor(tokens))
 
 
 def generated(model):
     """The greedy output of transformers' own loop for each prompt."""
-    found = []
+    texts = []
     for prompt in PROMPTS:
         out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, use_cache=True)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
 
 
 def target_of(lm):
@@ -72,14 +72,14 @@ def target_of(lm):
 def decoded(lm, proposer, limits):
     """What each request emitted, and how often each number of tokens was accepted."""
     engine = Engine(Arm(target_of(lm), proposer, Token(), CounterDraws(0)), limits=limits)
-    for one in requests(new=NEW, prompts=PROMPTS):
-        engine.add(one)
+    for request in requests(new=NEW, prompts=PROMPTS):
+        engine.add(request)
     counts = np.zeros(DEPTH + 1, dtype=int)
     for info in engine:
         for done in info.committed:
             counts[len(done.path)] += 1
     assert not engine.errors
-    return [one.emitted for one in sorted(engine.sequences, key=lambda one: one.request.id)], counts
+    return [sequence.emitted for sequence in sorted(engine.sequences, key=lambda sequence: sequence.request.id)], counts
 
 
 @families("qwen3_next")
@@ -89,8 +89,8 @@ def decoded(lm, proposer, limits):
 def test_greedy_chains_are_what_transformers_generates(name, limits):
     """With drafts of which each number of tokens is accepted, in batches whose sequences come and go."""
     expected = generated(FAMILIES[name]())
-    found, counts = decoded(CausalLM(FAMILIES[name](), chunk=16), Foretold(expected), limits)
-    assert found == expected and counts.all()
+    texts, counts = decoded(CausalLM(FAMILIES[name](), chunk=16), Foretold(expected), limits)
+    assert texts == expected and counts.all()
 
 
 @families()
@@ -100,8 +100,8 @@ def test_proposers_of_chains_decode_what_transformers_generates(name):
     itself = draft_model("1x1x1", lm=CausalLM(FAMILIES[name]()))
     accepted = {}
     for proposer in (Ngram(DEPTH, 2, 1), Suffix.load(target_of(lm), nodes=DEPTH, depth=DEPTH), itself):
-        found, counts = decoded(lm, proposer, Limits(3))
-        assert found == expected
+        texts, counts = decoded(lm, proposer, Limits(3))
+        assert texts == expected
         accepted[proposer.name] = counts[1:].sum()
     assert accepted[itself.name]
 
@@ -129,8 +129,8 @@ def test_a_checkpoint_loads_and_passes_its_self_check(name, tmp_path):
 
 @families("lfm2", "qwen3_next")
 def test_the_self_check_finds_states_that_are_not_restored(name, monkeypatch):
-    own = Advance.run
-    monkeypatch.setattr(Advance, "run", lambda self, *rows: own(dataclasses.replace(self, restore=False), *rows))
+    original = Advance.run
+    monkeypatch.setattr(Advance, "run", lambda self, *rows: original(dataclasses.replace(self, restore=False), *rows))
     with pytest.raises(Unsupported, match="decodes forests wrongly"):
         self_check(FAMILIES[name](), "spans")
 

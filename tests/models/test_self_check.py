@@ -34,8 +34,8 @@ DEEPER = dict(num_hidden_layers=100, hidden_size=64, intermediate_size=96, num_a
 ], ids=["narrow", "deep", "deeper"])  # fmt: skip
 def test_deep_models_pass_in_every_data_type(sizes, dtype):
     model = tiny_model(dtype=dtype, **sizes)
-    found = self_check.self_check(model, "spans")
-    assert found.error < 0.75 * found.allowed
+    check = self_check.self_check(model, "spans")
+    assert check.error < 0.75 * check.allowed
     pack(model)
     assert self_check.self_check(model, "spans").passed
 
@@ -44,10 +44,10 @@ def sees_a_sibling(patch):
     mask = prepare.forest_mask
 
     def wrong(shape, tree, pending):
-        found = mask(shape, tree, pending).copy()
-        if shape is not None and len(found) > pending + 1:
-            found[pending + 1, pending] = 0
-        return found
+        bias = mask(shape, tree, pending).copy()
+        if shape is not None and len(bias) > pending + 1:
+            bias[pending + 1, pending] = 0
+        return bias
 
     patch.setattr(prepare, "forest_mask", wrong)
 
@@ -56,10 +56,10 @@ def misses_an_ancestor(patch):
     mask = prepare.forest_mask
 
     def wrong(shape, tree, pending):
-        found = mask(shape, tree, pending).copy()
+        bias = mask(shape, tree, pending).copy()
         if shape is not None:
-            found[-1, pending - 1] = -np.inf
-        return found
+            bias[-1, pending - 1] = -np.inf
+        return bias
 
     patch.setattr(prepare, "forest_mask", wrong)
 
@@ -148,10 +148,12 @@ def test_a_large_model_is_represented_by_layers_of_each_kind_that_share_its_weig
     monkeypatch.setattr(float32_copy, "MAX_COPIED", 0)
     model = tiny_family("gemma2", num_hidden_layers=12).to(BF16)
     pack(model)
-    own, exact = float32_copy.comparable(model)
-    assert own.config.num_hidden_layers == exact.config.num_hidden_layers == 4 and model.config.num_hidden_layers == 12
-    assert len(own.config.layer_types) == 4 and {one.dtype for one in exact.parameters()} == {F32}
-    for part, whole in zip(find_layers(own)[2], find_layers(model)[2], strict=False):
+    rounded, exact = float32_copy.comparable(model)
+    assert (
+        rounded.config.num_hidden_layers == exact.config.num_hidden_layers == 4 and model.config.num_hidden_layers == 12
+    )
+    assert len(rounded.config.layer_types) == 4 and {parameter.dtype for parameter in exact.parameters()} == {F32}
+    for part, whole in zip(find_layers(rounded)[2], find_layers(model)[2], strict=False):
         assert part is not whole and part.mlp.up_proj.weight is whole.mlp.up_proj.weight
     assert self_check.self_check(model, "spans").passed
     monkeypatch.setattr(causal_lm, "layer_kinds", lambda config: {})
@@ -166,7 +168,7 @@ def test_a_copy_in_float32_has_the_same_numbers_in_plain_layers():
     pack(model)
     copy = float32_copy.float32_copy(model)
     assert not any(isinstance(module, PackedLinear) for module in copy.modules())
-    assert {one.dtype for one in copy.parameters()} == {F32} == {copy.config.dtype} and model.dtype == BF16
+    assert {parameter.dtype for parameter in copy.parameters()} == {F32} == {copy.config.dtype} and model.dtype == BF16
     torch.testing.assert_close(copy.model.embed_tokens.weight, model.model.embed_tokens.weight.float(), rtol=0, atol=0)
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.inference_mode():
@@ -177,10 +179,10 @@ def test_a_copy_in_float32_has_the_same_numbers_in_plain_layers():
 def test_first_layers_are_compared_on_any_device_where_a_copy_of_the_whole_does_not_fit(monkeypatch, caplog):
     model = tiny_model(dtype=BF16, num_hidden_layers=40, tie_word_embeddings=True)
     monkeypatch.setattr(float32_copy, "available", lambda device: 4 * 2 * parameters_of(model) - 8)
-    own, exact = float32_copy.comparable(model)
-    assert own.config.num_hidden_layers == exact.config.num_hidden_layers == 4
-    found = self_check.self_check(model, "spans")
-    assert found.passed and found.in_float32 and not caplog.records
+    rounded, exact = float32_copy.comparable(model)
+    assert rounded.config.num_hidden_layers == exact.config.num_hidden_layers == 4
+    check = self_check.self_check(model, "spans")
+    assert check.passed and check.in_float32 and not caplog.records
     with pytest.raises(MemoryError):
         float32_copy.comparable(model, whole=True)
 
@@ -192,8 +194,8 @@ def test_a_model_with_wrong_packed_kernels_is_unpacked_and_checked_again(dtype, 
     forward = PackedLinear.forward
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: forward(self, x) * (1.1 if x.shape[-2] == 1 else 1))
     model = tiny_model(dtype=dtype)
-    found = target_module._pack_checked(model, "spans", "", ProcessCache())
-    assert found.passed and not any(isinstance(module, PackedLinear) for module in model.modules())
+    check = target_module._pack_checked(model, "spans", "", ProcessCache())
+    assert check.passed and not any(isinstance(module, PackedLinear) for module in model.modules())
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "without packed linear layers" in warning and "standard deviations" in warning
 
@@ -208,8 +210,8 @@ def test_a_fault_that_float32_shows_is_not_looked_for_in_packed_layers(monkeypat
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 def test_layers_that_continue_from_a_draft_are_compared_in_the_same_way(dtype, monkeypatch):
     lm = CausalLM(tiny_model(dtype=dtype, **DEEPER | dict(num_hidden_layers=12)))
-    found = check_exit(lm, 3, "deep")
-    assert found.passed and (found.allowed == 1e-3) == (dtype == F32)
+    check = check_exit(lm, 3, "deep")
+    assert check.passed and (check.allowed == 1e-3) == (dtype == F32)
     sees_a_sibling(monkeypatch)
     with pytest.raises(Unsupported, match="continues wrongly after 3 layers"):
         check_exit(lm, 3, "deep")
@@ -244,8 +246,8 @@ def test_a_number_that_is_not_finite_is_an_infinite_error_in_either_group(group,
     {"row": rows[group].logits, "expected": expected[group], "others": others[group]}[where][0, 3] = wrong
     if where == "expected":
         others[group][:] = expected[group]
-    found = rounding_error(rows, expected, others, 0.1, robust)
-    assert found.error == float("inf") and not found.passed
+    error = rounding_error(rows, expected, others, 0.1, robust)
+    assert error.error == float("inf") and not error.passed
 
 
 def test_a_group_that_fails_decides_and_an_infinite_bound_admits_nothing_infinite():

@@ -22,9 +22,9 @@ def run(model: Any, services: ModelServices) -> tuple[torch.Tensor, Any]:
     hook = services._final_norm().register_forward_pre_hook(lambda _, given: read.append(given[0]))
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():
-        found = model(input_ids=TOKENS, output_hidden_states=True, use_cache=False)
+        output = model(input_ids=TOKENS, output_hidden_states=True, use_cache=False)
     hook.remove()
-    return read[0], found
+    return read[0], output
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -33,21 +33,21 @@ def test_a_loaded_checkpoint_offers_transformers_own_modules(tmp_path, family):
     assert isinstance(services, ModelServices)
     config = services.model.config
     assert (services.hidden_size, services.num_layers) == (config.hidden_size, config.num_hidden_layers) == (32, 2)
-    read, found = run(services.model, services)
-    assert torch.equal(services.embed(TOKENS), found.hidden_states[0])
-    assert torch.equal(services.final_norm(read), found.hidden_states[-1])
-    assert torch.equal(services.lm_head(found.hidden_states[-1]), found.logits)
+    read, output = run(services.model, services)
+    assert torch.equal(services.embed(TOKENS), output.hidden_states[0])
+    assert torch.equal(services.final_norm(read), output.hidden_states[-1])
+    assert torch.equal(services.lm_head(output.hidden_states[-1]), output.logits)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES | DENSE_ONLY))
 def test_final_norm_and_lm_head_are_found_in_every_family(family):
     model = tiny_model(family)
     services = ModelServices(model)
-    read, found = run(model, services)
+    read, output = run(model, services)
     logits = services.lm_head(services.final_norm(read))
     if family in SCALED:  # by one factor
-        logits = logits * (found.logits[0, 0, 0] / logits[0, 0, 0])
-    assert torch.allclose(logits, found.logits, rtol=1e-12)
+        logits = logits * (output.logits[0, 0, 0] / logits[0, 0, 0])
+    assert torch.allclose(logits, output.logits, rtol=1e-12)
     assert services.embed(TOKENS).shape == (*TOKENS.shape, services.hidden_size)
 
 

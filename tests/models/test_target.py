@@ -101,13 +101,17 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(folder, monkey
 def test_quantized_weights_take_at_least_the_bytes_of_their_files_or_layers(folder):
     model, files = loading.describe(str(folder)).model, sorted(folder.glob("*.safetensors"))
     head, float32 = model.get_output_embeddings(), torch.float32
-    linear = sum(one.weight.numel() for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head)
-    rest = 4 * (sum(one.numel() for one in model.parameters()) - linear)
+    linear = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    rest = 4 * (sum(parameter.numel() for parameter in model.parameters()) - linear)
     assert linear > 0
     for how, expected in (
         (Quantization("torchao_int8", "torchao"), rest + linear),
         (Quantization("torchao_int4", "torchao", group_size=32), rest + linear // 2),
-        (Quantization("gptq", "gptq"), sum(one.stat().st_size for one in files)),
+        (Quantization("gptq", "gptq"), sum(file.stat().st_size for file in files)),
         (Quantization("fp8", "fp8", dequantized=True), rest + 4 * linear),
     ):
         assert quantized_bytes(model, how, float32, files) == expected
@@ -207,8 +211,8 @@ def test_longrope_with_the_same_factors_at_every_length_and_dynamic_rope_have_th
     same = LONGROPE | {"short_factor": LONGROPE["long_factor"]}
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     for name, rope in (("same", same), ("dynamic", dynamic)):
-        found = Target.load(with_rope(folder, tmp_path / name, rope), dtype="float32")
-        assert found.context == CONTEXT and found.self_check < 1e-5
+        target = Target.load(with_rope(folder, tmp_path / name, rope), dtype="float32")
+        assert target.context == CONTEXT and target.self_check < 1e-5
 
 
 def test_the_self_check_measures_a_wrong_model():
@@ -306,11 +310,11 @@ def test_logits_that_overflow_in_half_precision_are_named_with_the_dtype_that_wo
 def test_the_setting_that_works_is_advised():
     """Layers that read their mask work with a dense one only; others only without fixed shapes."""
     model = tiny_model()
-    own = model.model.layers[0].forward
+    original = model.model.layers[0].forward
 
     def reads_mask(*args, **more):
         assert more["attention_mask"] is not None or model.config._attn_implementation == "sdpa"
-        return own(*args, **more)
+        return original(*args, **more)
 
     model.model.layers[0].forward = reads_mask
     for fixed, more in ((False, ", which works$"), (True, " and target.graphs=false, which works$")):
@@ -318,7 +322,7 @@ def test_the_setting_that_works_is_advised():
             self_check(model, "spans", fixed)
 
     def reads_cache(x, *args, **more):
-        return own(x + any(isinstance(one, FixedPack) for one in more.values()), *args, **more)
+        return original(x + any(isinstance(argument, FixedPack) for argument in more.values()), *args, **more)
 
     model.model.layers[0].forward = reads_cache
     with pytest.raises(Unsupported, match=r"decodes forests wrongly.*; set target\.graphs=false, which works$"):
@@ -337,7 +341,7 @@ def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, 
     model = tiny_model(family, **{name: size})
     assert self_check(model, "spans").error < 1e-5 and getattr(model.config, name) == size
     if name == "sliding_window":
-        assert {one.sliding_window for one in model.modules() if hasattr(one, name)} <= {size, None}
+        assert {module.sliding_window for module in model.modules() if hasattr(module, name)} <= {size, None}
         assert {kind.sliding_window for kind in layer_kinds(model.config).values()} == {size}
     for attention in ("spans", "dense"):
         with monkeypatch.context() as patch:

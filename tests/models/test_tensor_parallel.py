@@ -113,25 +113,25 @@ def answers(here):
 @pytest.mark.nightly  # two processes that import torch
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
-    found = answers[family]
-    assert found["error"] < 1e-10 and found["self_check"] < 1e-10
-    assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
-    assert found["sha256"] == weights_hash(str(here / family)) and found["vocabulary"] == 61
+    answer = answers[family]
+    assert answer["error"] < 1e-10 and answer["self_check"] < 1e-10
+    assert answer["kv_heads"] == [1, 2] and answer["share_of_a_matrix"] == 0.5
+    assert answer["sha256"] == weights_hash(str(here / family)) and answer["vocabulary"] == 61
 
 
 @pytest.mark.nightly
 def test_two_ranks_share_the_heads_of_latent_attention_and_each_has_all_latents(answers):
-    found = answers["latent"]
-    assert found["error"] < 1e-5 and found["self_check"] < 1e-6  # its rotations are in float32
-    assert found["kv_heads"] == [1, 1] and found["share_of_a_matrix"] == 0.5
+    answer = answers["latent"]
+    assert answer["error"] < 1e-5 and answer["self_check"] < 1e-6  # its rotations are in float32
+    assert answer["kv_heads"] == [1, 1] and answer["share_of_a_matrix"] == 0.5
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", WINDOWS)
 def test_two_ranks_share_layers_with_windows_chunks_soft_caps_and_sinks(answers, family):
-    found = answers[family]
-    assert found["error"] < WINDOWS[family] and found["self_check"] < WINDOWS[family]
-    assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
+    answer = answers[family]
+    assert answer["error"] < WINDOWS[family] and answer["self_check"] < WINDOWS[family]
+    assert answer["kv_heads"] == [1, 2] and answer["share_of_a_matrix"] == 0.5
 
 
 @pytest.mark.nightly
@@ -141,7 +141,7 @@ def test_a_call_that_fails_on_every_rank_is_an_error_like_any_other(answers):
 
 @pytest.mark.nightly
 def test_a_rank_frees_the_models_and_cells_that_the_first_one_has_dropped(answers):
-    assert len(answers["held"]) > 4 and all(one == {"layers": 0, "things": 0} for one in answers["held"])
+    assert len(answers["held"]) > 4 and all(answer == {"layers": 0, "things": 0} for answer in answers["held"])
 
 
 @pytest.mark.nightly
@@ -164,10 +164,10 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
     assert alone == 0, errors
     ones, twos = by_family(tmp_path / "one"), by_family(tmp_path / "two")
     assert ones.keys() == twos.keys() == {"llama", "qwen3"}
-    for family, (one, begun) in ones.items():
+    for family, (out, begun) in ones.items():
         two, begun_by_two = twos[family]
-        assert set(texts(one)["arm"]) == {"speculative", "baseline"}
-        pd.testing.assert_frame_equal(texts(one), texts(two))
+        assert set(texts(out)["arm"]) == {"speculative", "baseline"}
+        pd.testing.assert_frame_equal(texts(out), texts(two))
         assert (begun["ranks"], begun_by_two["ranks"]) == (1, 2)
         assert begun["weights_sha256"] == begun_by_two["weights_sha256"]
 
@@ -211,10 +211,10 @@ def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_
 
 def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    one = Link()
-    with pytest.raises(KeyboardInterrupt), one._step():
+    link = Link()
+    with pytest.raises(KeyboardInterrupt), link._step():
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="interrupted"), one._step():
+    with pytest.raises(RuntimeError, match="interrupted"), link._step():
         pytest.fail("it went on")
 
 
@@ -274,7 +274,7 @@ def test_a_run_on_one_rank_is_not_resumed_on_two(as_if, tmp_path):
 # Several devices ---------------------------------------------------------------------------------------------------
 
 
-EACH = "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"
+EACH = "{" + ",".join(f"{rank}:cpu" for rank in EVERYWHERE) + "}"
 
 
 @pytest.mark.nightly
@@ -313,6 +313,6 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
         outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
         states = torch.stack([hidden[-1] for hidden in outputs[-1].pending])
         drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
-    assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
+    assert {tensor.device.type for tensor in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
     for layer, device in zip(lm.cells.views, ("cpu", "meta"), strict=True):
         assert {span.device.type for store in layer for span in store} == {device}

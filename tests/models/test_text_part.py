@@ -114,7 +114,7 @@ def change(folder, **fields):
 
 def rename(folder, old, new):
     tensors = load_file(folder / "model.safetensors")
-    renamed = {name.replace(old, new): one for name, one in tensors.items()}
+    renamed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -126,9 +126,9 @@ def test_every_supported_kind_is_tested():
     "name",
     [
         pytest.param(
-            one, marks=() if one in ("llava qwen2", "qwen2_vl", "qwen3_vl", "mistral3") else pytest.mark.nightly
+            name, marks=() if name in ("llava qwen2", "qwen2_vl", "qwen3_vl", "mistral3") else pytest.mark.nightly
         )
-        for one in TINY
+        for name in TINY
     ],
 )
 def test_the_text_part_has_the_logits_of_the_whole_model(name, texts, tmp_path):
@@ -143,7 +143,7 @@ def test_the_text_part_has_the_logits_of_the_whole_model(name, texts, tmp_path):
     torch.testing.assert_close(target.plain_logits(tokens[0].tolist(), 1), expected, rtol=1e-4, atol=1e-4)
     assert target.self_check < 1e-3 and target.context == 256
     names = [part for part, _ in target.model.named_modules()]
-    assert not [one for one in names if "vision" in one or "visual" in one or "projector" in one]
+    assert not [label for label in names if "vision" in label or "visual" in label or "projector" in label]
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.language_model.model."])
@@ -159,11 +159,11 @@ def test_a_flat_config_of_qwen2_vl_loads(texts, tmp_path):
     expected = Target.load(str(folder), dtype="float32")
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
-    flat = {name: one for name, one in text.items() if name not in ("model_type", "rope_parameters", "layer_types")}
+    flat = {name: value for name, value in text.items() if name not in ("model_type", "rope_parameters", "layer_types")}
     flat |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     (folder / "config.json").write_text(json.dumps(flat | config))
-    found = Target.load(str(folder), dtype="float32")
-    assert torch.equal(found.plain_logits([1, 2, 3], 1), expected.plain_logits([1, 2, 3], 1))
+    target = Target.load(str(folder), dtype="float32")
+    assert torch.equal(target.plain_logits([1, 2, 3], 1), expected.plain_logits([1, 2, 3], 1))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,6 @@ def test_weights_that_are_stored_apart_are_not_tied(texts, tmp_path):
     folder = saved(whole("mistral3"), texts, tmp_path / "target")
     expected = Target.load(str(folder), dtype="float32")
     change(folder, tie_word_embeddings=True)
-    found = Target.load(str(folder), dtype="float32")
-    assert torch.equal(found.plain_logits([1, 2, 3], 1), expected.plain_logits([1, 2, 3], 1))
-    assert found.lm.facts == expected.lm.facts
+    target = Target.load(str(folder), dtype="float32")
+    assert torch.equal(target.plain_logits([1, 2, 3], 1), expected.plain_logits([1, 2, 3], 1))
+    assert target.lm.facts == expected.lm.facts

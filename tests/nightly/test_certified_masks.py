@@ -40,7 +40,7 @@ def vocabulary():
 def test_masks_of_drafts_are_those_of_states_that_saw_none(vocabulary, schema, fast_forward, seed):
     grammar = json_schema(vocabulary, json.dumps(SCHEMAS[schema]))
     requests = [Request(number, f"prompt {number}", (1,), stop=frozenset(vocabulary.ends)) for number in range(3)]
-    found = compare_masks(
+    comparison = compare_masks(
         AppliedConstraint(grammar, fast_forward=fast_forward), requests, 20_000, seed, vocabulary.bytes
     )
-    assert found.different == 0, found.first
+    assert comparison.different == 0, comparison.first

@@ -34,7 +34,7 @@ COMMANDS = {
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     short = checkpoints.short_runs(folder, checkpoints.TEXTS * 100)
-    return [one for one in short if not one.startswith("max_new_tokens")]
+    return [option for option in short if not option.startswith("max_new_tokens")]
 
 
 @pytest.mark.nightly
@@ -64,4 +64,4 @@ def test_ctrl_c_at_any_moment_is_one_line_and_130(name, tiny, tmp_path):
         else:
             process.communicate()
         if sweep.is_sweep(tmp_path / "swept"):
-            assert {one.state for one in sweep.runs(tmp_path / "swept")} <= {"pending", "done"}
+            assert {run.state for run in sweep.runs(tmp_path / "swept")} <= {"pending", "done"}

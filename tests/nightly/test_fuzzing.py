@@ -16,10 +16,10 @@ def worker(request, tmp_path_factory):
 
     def of(name: str) -> Worker:
         if name not in made:
-            valid, place = tmp_path_factory.mktemp("valid") / name, tmp_path_factory.mktemp("place")
+            valid, folder = tmp_path_factory.mktemp("valid") / name, tmp_path_factory.mktemp("place")
             valid.mkdir()
             TARGETS[name].make(valid)
-            made[name] = Worker(TARGETS[name], valid, place)
+            made[name] = Worker(TARGETS[name], valid, folder)
         return made[name]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -29,11 +29,11 @@ def worker(request, tmp_path_factory):
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
         patch.setattr("spec_lab.tasks.benchmark.DRAWN", ())
         yield of
-    for one in made.values():
-        one.close()
+    for each in made.values():
+        each.close()
 
 
-@pytest.mark.parametrize(("name", "file"), corpus(), ids=lambda one: one.stem if isinstance(one, Path) else one)
+@pytest.mark.parametrize(("name", "file"), corpus(), ids=lambda path: path.stem if isinstance(path, Path) else path)
 def test_corpus(worker, name, file):
     how, output = worker(name).try_out(json.loads(file.read_text()))
     assert not how, f"{how}\n{output[-3000:]}"

@@ -90,14 +90,14 @@ def write(folder: Path) -> Path:
     for shard in range(SHARDS):
         name, tensors = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors", {}
         for number in range(shard * LAYERS // SHARDS, (shard + 1) * LAYERS // SHARDS):
-            tensors |= {f"model.layers.{number}.{part}.weight": one.clone() for part, one in layer.items()}
+            tensors |= {f"model.layers.{number}.{part}.weight": tensor.clone() for part, tensor in layer.items()}
         if shard == 0:
             tensors["model.embed_tokens.weight"] = random(VOCABULARY, HIDDEN)
         if shard == SHARDS - 1:
             tensors["model.norm.weight"] = torch.ones(HIDDEN).bfloat16()
         save_file(tensors, folder / name, {"format": "pt"})
         files |= dict.fromkeys(tensors, name)
-        held += sum(one.nbytes for one in tensors.values())
+        held += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": held}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     AutoConfig.for_model(
@@ -119,9 +119,9 @@ def test_a_model_of_a_billion_parameters_loads_and_decodes_within_the_estimate(t
         [sys.executable, "-c", DECODE, str(write(tmp_path))], capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(found)
-    assert 2.2e9 < found["weights"] < 2.7e9 and found["emitted"] == [6, 6]
-    assert found["loading"] <= found["weights"] + COPY + SLACK and found["resident"] <= found["weights"] + SLACK
-    assert found["mapped"] >= 0.9 * found["weights"], "the estimate is no far larger number"
-    assert found["decoded"] <= found["decoding"] + SLACK
+    data = json.loads(done.stdout.splitlines()[-1])
+    print(data)
+    assert 2.2e9 < data["weights"] < 2.7e9 and data["emitted"] == [6, 6]
+    assert data["loading"] <= data["weights"] + COPY + SLACK and data["resident"] <= data["weights"] + SLACK
+    assert data["mapped"] >= 0.9 * data["weights"], "the estimate is no far larger number"
+    assert data["decoded"] <= data["decoding"] + SLACK

@@ -55,34 +55,34 @@ def logits(path: Any, tokens: list[int]) -> np.ndarray:
             batch.seq_id[at][0] = 0
         assert llama.llama_decode(context, batch) == 0
         width = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(opened))
-        found = np.ctypeslib.as_array(llama.llama_get_logits(context), (len(tokens), width)).copy()
+        rows = np.ctypeslib.as_array(llama.llama_get_logits(context), (len(tokens), width)).copy()
         llama.llama_batch_free(batch)
         llama.llama_free(context)
-        return found
+        return rows
 
 
 def tokens_of(path: Any, texts: list[str]) -> list[list[int]]:
     """llama.cpp's tokens of texts, special tokens included."""
     with model(path, vocabulary_only=True) as opened:
-        vocabulary, found = llama.llama_model_get_vocab(opened), []
+        vocabulary, ids = llama.llama_model_get_vocab(opened), []
         for text in texts:
             data = text.encode()
             buffer = (ctypes.c_int32 * (len(data) + 8))()
             count = llama.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), True, True)
             assert count >= 0
-            found.append(list(buffer[:count]))
-        return found
+            ids.append(list(buffer[:count]))
+        return ids
 
 
 def assert_same_logits(folder: Any, out: Any, dtype: str = "f32", error: float = 1e-4) -> None:
     """Compare with transformers in float32; the error is in standard deviations of the logits."""
     convert(str(folder), out, dtype)
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.randint(0, own.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(0, plain.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        expected = own(input_ids=ids).logits[0].numpy()
-    found = logits(out, ids[0].tolist())
-    assert np.abs(found - expected).max() < error * expected.std()
+        expected = plain(input_ids=ids).logits[0].numpy()
+    output = logits(out, ids[0].tolist())
+    assert np.abs(output - expected).max() < error * expected.std()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,13 +99,13 @@ def test_llama_cpp_has_transformers_logits_of_the_bundled_target(tmp_path, dtype
 def test_llama_cpp_tokenizes_as_transformers_does(tmp_path, pre):
     folder = with_zoo_tokenizer(tmp_path / "checkpoint", pre)
     convert(str(folder), tmp_path / "model.gguf")
-    own, random = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
+    loaded, random = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
     texts = [*PROBES, "<|endoftext|>a <|endoftext|>", *(
         json.loads(line)["prompt"] for file in (ZOO.parent / "prompts").glob("*.jsonl") for line in file.open()
     )]  # fmt: skip
     texts += ["".join(map(chr, random.integers(0x20, 0x3000, 60))) for _ in range(100)]
     texts += ["".join(map(chr, random.integers(0x20, 0x7F, 60))) for _ in range(100)]
-    assert tokens_of(tmp_path / "model.gguf", texts) == [own(text)["input_ids"] for text in texts]
+    assert tokens_of(tmp_path / "model.gguf", texts) == [loaded(text)["input_ids"] for text in texts]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0", "q4_0"])
@@ -117,11 +117,11 @@ def test_the_numbers_are_those_of_llama_cpp_s_own_quantizer(tmp_path, dtype):
     llama.llama_backend_init()
     paths = (str(tmp_path / name).encode() for name in ("f32.gguf", "own.gguf"))
     assert llama.llama_model_quantize(*paths, ctypes.byref(options)) == 0
-    ours, own = read_gguf(tmp_path / "ours.gguf"), read_gguf(tmp_path / "own.gguf")
-    other = {name for name in ours.tensors if ours.tensors[name].kind != own.tensors[name].kind}
+    ours, reference = read_gguf(tmp_path / "ours.gguf"), read_gguf(tmp_path / "own.gguf")
+    other = {name for name in ours.tensors if ours.tensors[name].kind != reference.tensors[name].kind}
     assert other == ({"token_embd.weight"} if dtype == "q4_0" else set()), "q8_0 here, q6_k in llama.cpp's"
     for name in ours.tensors.keys() - other:
-        assert torch.equal(ours.tensor(name), own.tensor(name)), name
+        assert torch.equal(ours.tensor(name), reference.tensor(name)), name
 
 
 COMPUTES = """
@@ -157,13 +157,13 @@ def test_no_data_type_of_any_tensor_ends_the_process(tmp_path):
     kinds = [kind.name for kind in gguf.GGMLQuantizationType]
     every = {(name, kind) for name in ("token_embd.weight", "output.weight", "blk.0.attn_q.weight") for kind in kinds}
     every |= {(name, "F32") for name in TYPED} | {*FATAL}
-    files = {str(typed(tmp_path / f"{n}.gguf", *one)): one for n, one in enumerate(sorted(every))}
+    files = {str(typed(tmp_path / f"{n}.gguf", *field)): field for n, field in enumerate(sorted(every))}
     done = subprocess.run(
         [sys.executable, "-c", COMPUTES, *files], capture_output=True, text=True, timeout=600,
         env=os.environ | {"GGML_NO_BACKTRACE": "1"},
     )  # fmt: skip
     last = [line for line in done.stdout.splitlines() if line][-1:]
     assert done.returncode == 0, (done.returncode, [files.get(line.split()[0], line) for line in last])
-    found = {files[file]: what for file, what in (line.split(" ", 1) for line in done.stdout.splitlines())}
-    assert {one for one, what in found.items() if what == "refused"} == {*FATAL}
-    assert {what for one, what in found.items() if one not in FATAL} == {"computed"}
+    outcomes = {files[file]: what for file, what in (line.split(" ", 1) for line in done.stdout.splitlines())}
+    assert {field for field, what in outcomes.items() if what == "refused"} == {*FATAL}
+    assert {what for field, what in outcomes.items() if field not in FATAL} == {"computed"}

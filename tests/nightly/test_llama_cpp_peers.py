@@ -24,17 +24,17 @@ def test_every_arm_of_llama_cpp_decodes_the_same_greedy_texts(cli, tmp_path):
     code, _, errors = cli("+experiment=llama_cpp_peers", *files, *short)
     assert code == 0, errors
     requests = metrics.load(tmp_path / "run").requests
-    texts = {arm: own.sort_values("group")["text"].tolist() for arm, own in requests.groupby("arm")}
+    texts = {arm: rows.sort_values("group")["text"].tolist() for arm, rows in requests.groupby("arm")}
     assert {"loop", "generate", "lookup", "assisted", "baseline", "draft_chain"} < set(texts)
-    for arm, found in texts.items():
-        same = sum(a == b for a, b in zip(found, texts["baseline"], strict=True))
+    for arm, text in texts.items():
+        same = sum(a == b for a, b in zip(text, texts["baseline"], strict=True))
         assert same >= 3, arm
 
 
 def test_a_kv_cache_that_all_sequences_share_is_measured_beside_cells_of_their_own(capsys):
     unified.main("--batches 1 2 --contexts 20 300 --blocks 2 --threads 1".split())
     _, _, *rows = capsys.readouterr().out.strip().splitlines()
-    cells = [[one.strip() for one in row.strip("|").split("|")] for row in rows]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [(batch, context) for batch, context, *_ in cells] == [("1", "20"), ("1", "300"), ("2", "20"), ("2", "300")]
-    for _, _, own, shared, ratio in cells:
-        assert float(ratio.split()[0]) == pytest.approx(float(shared) / float(own), rel=0.05)
+    for _, _, separate, shared, ratio in cells:
+        assert float(ratio.split()[0]) == pytest.approx(float(shared) / float(separate), rel=0.05)

@@ -61,13 +61,13 @@ def lfm2(attention=1.0):
         eos_token_id=0, bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     model = Lfm2ForCausalLM(config).eval()
-    for name, one in model.named_parameters():
-        if one.dim() == 1:
-            one.data += torch.rand(one.shape)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.rand(parameter.shape)
         if "conv.conv" in name:
-            one.data = torch.randn(one.shape)
+            parameter.data = torch.randn(parameter.shape)
         if "self_attn.out_proj" in name:
-            one.data *= attention
+            parameter.data *= attention
     return model
 
 
@@ -91,9 +91,9 @@ def write(model, file):
     names |= {
         f"model.layers.{n}.{a}": f"blk.{n}.{b}" for n in range(config.num_hidden_layers) for a, b in PARTS.items()
     }
-    for name, one in model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":
-            values = one.squeeze(1) if "conv.conv" in name else one
+            values = tensor.squeeze(1) if "conv.conv" in name else tensor
             writer.add_tensor(names[name.removesuffix(".weight")] + ".weight", values.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,9 +123,9 @@ def runner(file, library, **more):
     return LlamaRecurrent(Model(library, str(file)), settings)
 
 
-def worst(found, expected):
+def worst(logits, expected):
     """Largest error of a logit, in standard deviations."""
-    return float(((found.double() - expected.double()).abs().amax(-1) / expected.double().std(-1)).max())
+    return float(((logits.double() - expected.double()).abs().amax(-1) / expected.double().std(-1)).max())
 
 
 @torch.inference_mode()
@@ -152,10 +152,10 @@ def forward(lm, sequences, pending, draft):
 def test_logits_are_those_of_transformers(model, file, library):
     text = np.random.default_rng(0).integers(0, V, 150).tolist()
     lm = runner(file, library)
-    sequence, found = lm.open(), []
+    sequence, rows = lm.open(), []
     for pending in (text[:100], *([token] for token in text[100:])):
-        found.append(forward(lm, [sequence], [pending], empty(1))[0])
-    assert worst(torch.stack(found), of_transformers(model, text, 51)) < 1e-3
+        rows.append(forward(lm, [sequence], [pending], empty(1))[0])
+    assert worst(torch.stack(rows), of_transformers(model, text, 51)) < 1e-3
 
 
 def history(plain, lm, seed, steps=25):
@@ -178,29 +178,29 @@ def history(plain, lm, seed, steps=25):
         if generator.random() < 0.4:
             counts[:] = counts[0]
         draft, before = chains(counts, generator, vocabulary), lm.forwards
-        found = forward(lm, [open_[place] for place in chosen], pending, draft)
+        output = forward(lm, [open_[index] for index in chosen], pending, draft)
         again += lm.forwards - before - 1
-        for root, place in enumerate(chosen):
-            tokens[place] = tokens[place] + pending[root]
+        for root, index in enumerate(chosen):
+            tokens[index] = tokens[index] + pending[root]
             rows, count = draft.shape.trees[root], int(counts[root])
             nodes = draft.token[rows[1:] - len(chosen)].tolist()
-            error = max(error, worst(found[rows], plain(tokens[place] + nodes, 1 + count)))
+            error = max(error, worst(output[rows], plain(tokens[index] + nodes, 1 + count)))
             accepted = int(generator.integers(0, count + 1))
-            open_[place].accept(range(accepted))
-            tokens[place] = tokens[place] + nodes[:accepted]
-            length = max(0, len(tokens[place]) - int(generator.integers(0, 4)))
-            if generator.random() < 0.15 or len(tokens[place]) > 400:
-                length = length if len(tokens[place]) <= 400 else 20
-                open_[place].truncate(length)
-                tokens[place] = tokens[place][:length]
+            open_[index].accept(range(accepted))
+            tokens[index] = tokens[index] + nodes[:accepted]
+            length = max(0, len(tokens[index]) - int(generator.integers(0, 4)))
+            if generator.random() < 0.15 or len(tokens[index]) > 400:
+                length = length if len(tokens[index]) <= 400 else 20
+                open_[index].truncate(length)
+                tokens[index] = tokens[index][:length]
         if generator.random() < 0.2 and len(open_) < 6:
-            place = int(generator.integers(0, len(open_)))
-            open_.append(open_[place].fork())
-            tokens.append(list(tokens[place]))
+            index = int(generator.integers(0, len(open_)))
+            open_.append(open_[index].fork())
+            tokens.append(list(tokens[index]))
         if len(open_) > 2 and generator.random() < 0.25:
-            place = int(generator.integers(0, len(open_)))
-            open_.pop(place).close()
-            del tokens[place]
+            index = int(generator.integers(0, len(open_)))
+            open_.pop(index).close()
+            del tokens[index]
         if len(open_) < 5 and generator.random() < 0.25:
             open_.append(lm.open())
             tokens.append([])
@@ -239,7 +239,7 @@ def random_model(file, kind):
 
 
 def layers(*each):
-    return {f"blk.{layer}.{name}": shape for layer, own in enumerate(each) for name, shape in own.items()}
+    return {f"blk.{layer}.{name}": shape for layer, shapes in enumerate(each) for name, shape in shapes.items()}
 
 
 MLP = {"ffn_gate.weight": (96, 64), "ffn_up.weight": (96, 64), "ffn_down.weight": (64, 96)}
@@ -261,7 +261,7 @@ KINDS = {
          "attention.value_length": 32, "attention.layer_norm_rms_epsilon": 1e-6,
          "rope.dimension_sections": [8, 4, 4, 0], "ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 32,
          "ssm.time_step_rank": 2, "ssm.group_count": 2, "full_attention_interval": 2},
-        layers(*({**NORMS, **MLP, **own} for own in (DELTA_NET, GATED, DELTA_NET, GATED))),
+        layers(*({**NORMS, **MLP, **shapes} for shapes in (DELTA_NET, GATED, DELTA_NET, GATED))),
     ),
     "nemotron_h": (
         {"feed_forward_length": [0, 0, 0, 96], "attention.head_count_kv": [0, 2, 0, 0],
@@ -282,16 +282,16 @@ def test_chains_of_other_recurrent_layers_have_the_logits_of_plain_decoding(libr
     alone = runner(tmp_path / "random.gguf", library)
 
     def plain(text, rows):
-        sequence, found, first = alone.open(), [], len(text) - rows + 1
+        sequence, outputs, first = alone.open(), [], len(text) - rows + 1
         for pending in (text[:first], *([token] for token in text[first:])):
-            found.append(forward(alone, [sequence], [pending], empty(1))[0])
+            outputs.append(forward(alone, [sequence], [pending], empty(1))[0])
         sequence.close()
-        return torch.stack(found)
+        return torch.stack(outputs)
 
     error, again = 0.0, 0
     for seed in range(4):
-        one, more = history(plain, runner(tmp_path / "random.gguf", library), seed)
-        error, again = max(error, one), again + more
+        run_error, more = history(plain, runner(tmp_path / "random.gguf", library), seed)
+        error, again = max(error, run_error), again + more
     assert error < 1e-3 and again
 
 
@@ -309,13 +309,15 @@ def test_chains_of_different_lengths_in_one_call_lose_snapshots_of_llama_cpp(
     draft = Draft(Shape(3, np.array([0, 3, 4, 5, 1, 7, 2, 9])), torch.arange(100, 108))
     forward(lm, sequences, [[21], [22], [23]], draft)
     sequences[0].accept([0])
-    found = forward(lm, sequences[:1], [[31]], empty(1))
-    assert (worst(found, of_transformers(model, [11, 21, 100, 31], 1)) < 1e-3) != together
+    output = forward(lm, sequences[:1], [[31]], empty(1))
+    assert (worst(output, of_transformers(model, [11, 21, 100, 31], 1)) < 1e-3) != together
 
 
 def test_a_runner_that_trusts_snapshots_of_earlier_calls_has_wrong_logits(model, file, library, monkeypatch):
-    own = RecurrentSequence.append
-    monkeypatch.setattr(RecurrentSequence, "append", lambda self, new, nodes, back: own(self, new, nodes, SNAPSHOTS))
+    original = RecurrentSequence.append
+    monkeypatch.setattr(
+        RecurrentSequence, "append", lambda self, new, nodes, back: original(self, new, nodes, SNAPSHOTS)
+    )
     assert max(history(partial(of_transformers, model), runner(file, library), seed)[0] for seed in range(6)) > 1e-2
 
 
@@ -336,7 +338,7 @@ def decoded(target, proposer, prompts):
         engine.add(Request(number, f"p{number}", tuple(prompt), Sampling(0.0), 60))
     accepted = sum(len(done.path) for info in engine for done in info.committed)
     assert not engine.errors
-    return {one.request.id: one.emitted for one in engine.sequences}, accepted
+    return {sequence.request.id: sequence.emitted for sequence in engine.sequences}, accepted
 
 
 def test_greedy_decoding_with_ngram_chains_emits_what_plain_decoding_emits(tmp_path):
@@ -349,8 +351,8 @@ def test_greedy_decoding_with_ngram_chains_emits_what_plain_decoding_emits(tmp_p
     first, _ = decoded(target, Null(), starts)
     prompts = [start + first[number][:40] + start for number, start in enumerate(starts)]
     plain, _ = decoded(target, Null(), prompts)
-    found, accepted = decoded(target, Ngram(6, 3, 1), prompts)
-    assert found == plain and accepted > 60
+    texts, accepted = decoded(target, Ngram(6, 3, 1), prompts)
+    assert texts == plain and accepted > 60
     alone = [decoded(target, Ngram(6, 3, 1), [prompt])[0][0] for prompt in prompts]
     assert alone == [plain[number] for number in range(6)]
 

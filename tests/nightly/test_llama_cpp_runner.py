@@ -59,19 +59,19 @@ def runner(files, library, kind, **more):
     return LlamaCpp(Model(library, str(files / f"target-{kind}.gguf")), LlamaSettings(1, kv, **{"batch": 64, **more}))
 
 
-def worst(found, expected):
+def worst(logits, expected):
     """Largest error of a logit, in standard deviations."""
-    return max(float((a.double() - b.double()).abs().max() / b.std()) for a, b in zip(found, expected, strict=True))
+    return max(float((a.double() - b.double()).abs().max() / b.std()) for a, b in zip(logits, expected, strict=True))
 
 
 def decoded(lm, text, rows):
     """Logits after the last tokens of a text, one token after the other."""
-    sequence, found = lm.open(len(text)), []
+    sequence, outputs = lm.open(len(text)), []
     first = len(text) - rows + 1
     for pending in (text[:first], *([token] for token in text[first:])):
-        found.append(lm.forward([sequence], [pending], empty(1)).logits[0].clone())
+        outputs.append(lm.forward([sequence], [pending], empty(1)).logits[0].clone())
     sequence.close()
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,19 +84,19 @@ def test_forests_have_the_logits_of_plain_decoding_after_acceptance_forks_and_re
         pending = [generator.integers(0, 4096, 90 if not step else 2).tolist() for _ in open_]
         parents = [int(generator.integers(0, len(open_) + node)) for node in range(14)]
         draft = Draft(Shape(len(open_), np.array(parents)), torch.from_numpy(generator.integers(0, 4096, 14)))
-        found = lm.forward(open_, pending, draft).logits.clone()
+        output = lm.forward(open_, pending, draft).logits.clone()
         shape = draft.shape
         tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
-        for place, sequence in enumerate(open_):
-            leaf = int(generator.choice(shape.trees[place]))
+        for number, sequence in enumerate(open_):
+            leaf = int(generator.choice(shape.trees[number]))
             path = shape.path(leaf)
-            text = tokens[place] + draft.token[np.array(path, dtype=np.int64) - shape.roots].tolist()
-            error = max(error, worst(found[[place, *path]], decoded(plain, text, len(path) + 1)))
+            text = tokens[number] + draft.token[np.array(path, dtype=np.int64) - shape.roots].tolist()
+            error = max(error, worst(output[[number, *path]], decoded(plain, text, len(path) + 1)))
             sequence.accept(shape.places[np.array(path[:2], dtype=np.int64)])
-            tokens[place] = text[: len(tokens[place]) + len(path[:2])]
+            tokens[number] = text[: len(tokens[number]) + len(path[:2])]
             if step % 3 == 2:
                 sequence.truncate(len(sequence) - 7)
-                del tokens[place][-7:]
+                del tokens[number][-7:]
         if step == 4:
             open_.append(open_[0].fork())
             tokens.append(list(tokens[0]))
@@ -111,13 +111,13 @@ def test_a_draft_that_grows_level_by_level_has_the_logits_of_plain_decoding(file
     shape = Shape(1, np.array([0, 0, 1, 1, 2, 3, 3]))
     token = torch.tensor([11, 12, 13, 14, 15, 16, 17])
     for rows in (np.array([1, 2]), np.array([3, 4, 5]), np.array([6, 7])):
-        found = lm.extend([sequence], shape, rows, token[torch.from_numpy(rows - 1)]).logits
-        for row, logits in zip(rows.tolist(), found, strict=True):
-            own = text + [int(token[node - 1]) for node in shape.path(row)]
-            assert worst([logits], decoded(plain, own, 1)) < 1e-4
+        output = lm.extend([sequence], shape, rows, token[torch.from_numpy(rows - 1)]).logits
+        for row, logits in zip(rows.tolist(), output, strict=True):
+            continued = text + [int(token[node - 1]) for node in shape.path(row)]
+            assert worst([logits], decoded(plain, continued, 1)) < 1e-4
     sequence.accept([0, 2, 6])
-    found = lm.forward([sequence], [[9]], empty(1)).logits
-    assert worst(found, decoded(plain, [*text, 11, 13, 17, 9], 1)) < 1e-4
+    output = lm.forward([sequence], [[9]], empty(1)).logits
+    assert worst(output, decoded(plain, [*text, 11, 13, 17, 9], 1)) < 1e-4
 
 
 @pytest.mark.parametrize("layers", [(-1,), (0, 3), (2, 6, 5)])
@@ -128,9 +128,9 @@ def test_hidden_states_are_those_of_transformers(files, library, layers):
     generator = np.random.default_rng(1)
     text = generator.integers(0, 4096, 150).tolist()
     draft = Draft(Shape(1, np.array([0, 0, 1, 2])), torch.tensor([3, 4, 5, 6]))
-    found, expected = lm.forward([lm.open()], [text], draft), model.forward([model.open()], [text], draft)
-    assert worst(found.logits, expected.logits) < 1e-3
-    assert worst(found.pending[0], expected.pending[0]) < 2e-3 and worst(found.nodes[0], expected.nodes[0]) < 2e-3
+    output, expected = lm.forward([lm.open()], [text], draft), model.forward([model.open()], [text], draft)
+    assert worst(output.logits, expected.logits) < 1e-3
+    assert worst(output.pending[0], expected.pending[0]) < 2e-3 and worst(output.nodes[0], expected.nodes[0]) < 2e-3
 
 
 def windowed(file, window):
@@ -150,12 +150,12 @@ def windowed(file, window):
     writer.add_array("gemma3.attention.sliding_window_pattern", [True, False] * 2)
     shapes = {"token_embd": (256, hidden), "output_norm": (hidden,)}
     for layer in range(4):
-        own = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (hidden,))
-        own |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (width,))
-        own |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), (heads * width, hidden))
-        own |= {"attn_output": (hidden, heads * width), "ffn_down": (hidden, inner)}
-        own |= dict.fromkeys(("ffn_gate", "ffn_up"), (inner, hidden))
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+        norms = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (hidden,))
+        norms |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (width,))
+        norms |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), (heads * width, hidden))
+        norms |= {"attn_output": (hidden, heads * width), "ffn_down": (hidden, inner)}
+        norms |= dict.fromkeys(("ffn_gate", "ffn_up"), (inner, hidden))
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in norms.items()}
     for name, shape in shapes.items():
         values = np.ones(shape) if len(shape) == 1 else generator.standard_normal(shape) / shape[1] ** 0.5
         writer.add_tensor(f"{name}.weight", values.astype(np.float32))
@@ -178,14 +178,14 @@ def test_no_cell_of_a_sliding_window_is_lost_to_a_rewind(library, tmp_path, wind
         nodes = int(generator.integers(0, 6))
         parents = [int(generator.integers(0, 1 + node)) if step % 2 else node for node in range(nodes)]
         draft = Draft(Shape(1, np.array(parents, dtype=np.int64)), torch.from_numpy(generator.integers(0, 256, nodes)))
-        found = lm.forward([sequence], [pending], draft).logits.clone()
+        output = lm.forward([sequence], [pending], draft).logits.clone()
         text += pending
         path = draft.shape.path(int(generator.integers(0, draft.shape.rows)))
-        own = draft.token[np.array(path, dtype=np.int64) - 1].tolist()
+        accepted = draft.token[np.array(path, dtype=np.int64) - 1].tolist()
         # the random model amplifies rounding to 0.002 at some steps (AVX-512); another token in a window: about 1
-        assert worst(found[[0, *path]], decoded(plain, text + own, len(path) + 1)) < 1e-2
+        assert worst(output[[0, *path]], decoded(plain, text + accepted, len(path) + 1)) < 1e-2
         sequence.accept([node - 1 for node in path])
-        text += own
+        text += accepted
         if step % 10 == 9:
             length = len(text) - int(generator.integers(10, 60))
             sequence.truncate(length)
@@ -203,7 +203,7 @@ def test_greedy_decoding_in_float32_emits_what_transformers_emits_for_almost_eve
         for request in requests_of(target, mixed(str(ZOO / "prompts")), Sampling(0.0), 32):
             engine.add(request)
         list(engine)
-        outputs.append({one.request.id: one.emitted for one in engine.sequences})
+        outputs.append({sequence.request.id: sequence.emitted for sequence in engine.sequences})
     ours, theirs = outputs
     assert ours.keys() == theirs.keys()
     same = sum(ours[number] == theirs[number] for number in ours)
@@ -223,8 +223,8 @@ def test_a_prefix_cache_changes_no_token_and_frees_every_cell(files, library, pr
             for number in range(4):
                 engine.add(Request(4 * turn + number, "p", (*begun, *range(number + 9, 30)), Sampling(0.0), 24))
             list(engine)
-            emitted += [one.emitted for one in engine.sequences]
-            reused = [one.reused for one in engine.sequences]
+            emitted += [sequence.emitted for sequence in engine.sequences]
+            reused = [sequence.reused for sequence in engine.sequences]
             assert (min(reused) >= 120) == (prefixes is not None and turn > 0)
             begun = engine.sequences[0].tokens
         if prefixes is not None:
@@ -287,11 +287,11 @@ def test_the_bundled_target_is_converted_and_decoded_with_the_commands_of_the_re
     ids=["gguf chain", "gguf tree", "draft of transformers", "medusa", "batch", "sampled"],
 )
 def test_proposers_run_on_llama_cpp(files, tmp_path, options):
-    options = [one.replace("draft-bf16.gguf", str(files / "draft-bf16.gguf")) for one in options]
+    options = [option.replace("draft-bf16.gguf", str(files / "draft-bf16.gguf")) for option in options]
     target = f"target.path={files / 'target-bf16.gguf'}"
     run("target=gguf", target, *options, *SHORT, "output_dir=out", cwd=tmp_path)
     arms = json.loads((tmp_path / "out/summary.json").read_text())["arms"]
-    assert all(np.isfinite(one["tokens_per_second"]) for one in arms.values())
+    assert all(np.isfinite(arm["tokens_per_second"]) for arm in arms.values())
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
@@ -299,5 +299,5 @@ def test_the_certificate_passes_by_samples(files, tmp_path, kind):
     run("+experiment=certify", "target=gguf", f"target.path={files / f'target-{kind}.gguf'}",
         f"proposer.path={files / f'draft-{kind}.gguf'}", "task.samples=2000", "task.tokens=1000", "output_dir=out",
         cwd=tmp_path)  # fmt: skip
-    found = json.loads((tmp_path / "out/certificate.json").read_text())
-    assert not found["failed"] and found["pairs"]
+    data = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert not data["failed"] and data["pairs"]

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nightly
 PROCESSES, SECONDS = 8, 15.0
 
 
-def take_turns(folder: Path, seconds: float, found) -> None:
+def take_turns(folder: Path, seconds: float, results) -> None:
     """How often the lock was held, and how often another process held it at the same time."""
     times = both = 0
     end = time.monotonic() + seconds
@@ -31,18 +31,18 @@ def take_turns(folder: Path, seconds: float, found) -> None:
                 os.unlink(folder / "inside")
         except sweep.Locked:
             time.sleep(0.0001)
-    found.put((times, both))
+    results.put((times, both))
 
 
 def test_no_two_processes_hold_one_run(tmp_path):
     context = get_context("spawn")
-    found = context.Queue()
-    processes = [context.Process(target=take_turns, args=(tmp_path, SECONDS, found)) for _ in range(PROCESSES)]
-    for one in processes:
-        one.start()
-    counts = [found.get(timeout=10 * SECONDS) for _ in processes]
-    for one in processes:
-        one.join()
+    queue = context.Queue()
+    processes = [context.Process(target=take_turns, args=(tmp_path, SECONDS, queue)) for _ in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    counts = [queue.get(timeout=10 * SECONDS) for _ in processes]
+    for process in processes:
+        process.join()
     assert sum(times for times, _ in counts) > 500, "too few turns to tell"
     assert sum(both for _, both in counts) == 0
     assert not (tmp_path / ".lock").exists()

@@ -5,9 +5,9 @@ assert np.allclose(verdict.residual(np.array([0]))[0], [0, 0.2, 0.2])  # not nor
 assert np.abs(first_token(Token()) - p[0].numpy()).max() < 1e-15
 assert np.abs(first_token(Control()) - p[0].numpy()).max() > 0.05
 assert len(proofs) == 7
-for _, one, proof in proofs:
+for _, verifier, proof in proofs:
     exact = proof.worst.tv < 1e-12 and proof.failure is None
-    assert exact == (one.lossless and not isinstance(one, Control))
+    assert exact == (verifier.lossless and not isinstance(verifier, Control))
 assert control.failure.wrong.startswith("after [")
 assert distances["token"] < 1.3
 assert distances["control"] > 2

@@ -1,11 +1,11 @@
 """What holds after the last cell of notebooks/reading_a_sweep.py; runs in its kernel."""
 
-states = [one.state for one in killed]
+states = [run.state for run in killed]
 assert process.returncode == -9
 assert states[0] == "done" and states[-1] == "pending" and "running" not in states
-assert sum(one.groups for one in killed) >= 10  # eight of the first run, and some of the second
+assert sum(run.groups for run in killed) >= 10  # eight of the first run, and some of the second
 runs = sweep.runs(folder)
-assert [(one.state, one.groups) for one in runs] == [("done", 8)] * 4
+assert [(run.state, run.groups) for run in runs] == [("done", 8)] * 4
 assert runs[0] == killed[0]  # not done again
 assert len(chains) == 4
 for what in ("tau_pooled", "speedup"):

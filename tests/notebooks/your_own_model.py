@@ -7,8 +7,8 @@ assert tables.requests.groupby("arm")["request"].nunique().tolist() == [12] * 4
 assert not {json.loads(line)["id"] for line in lines[::4]} & {
     json.loads(line)["id"] for line in Path("learn.jsonl").read_text().splitlines()
 }
-for own in rows.values():
-    assert own["tau, low"] <= own["tau"] <= own["tau, high"] and own["low"] <= own["speed-up"] <= own["high"]
+for row in rows.values():
+    assert row["tau, low"] <= row["tau"] <= row["tau, high"] and row["low"] <= row["speed-up"] <= row["high"]
 assert rows["bundled heads"]["tau"] > rows["one minute"]["tau"]
 (pair,) = json.loads(Path("certified/certificate.json").read_text())["pairs"]
 assert pair["certified"] == "exact"

@@ -34,7 +34,7 @@ def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0,
         both, everywhere = torch.cat([context, own]), torch.arange(n + size, dtype=torch.float64)
         q = rotated(split("q", own, heads), everywhere[n:], theta)
         k, v = rotated(split("k", both, shared), everywhere, theta), split("v", both, shared)
-        k, v = (one.repeat_interleave(heads // shared, 0) for one in (k, v))
+        k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, v))
         window, causal = kinds[layer] if kinds else (None, False)
         hidden = torch.zeros(size, n + size, dtype=torch.bool)
         for row in range(size):

@@ -32,7 +32,7 @@ def attention(w, name, x, heads, shared, dim):
 
     positions = torch.arange(n, dtype=torch.float64)
     q, k = rotated(split("q", heads), positions), rotated(split("k", shared), positions)
-    k, v = (one.repeat_interleave(heads // shared, 0) for one in (k, split("v", shared)))
+    k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, split("v", shared)))
     scores = q @ k.transpose(1, 2) / math.sqrt(dim)
     scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf)
     mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, heads * dim)

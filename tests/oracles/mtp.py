@@ -30,8 +30,8 @@ def mtp(w, number, layout, depth, embedding, tokens, hidden, sizes):
         tokens, hidden: the inputs.
         sizes: numbers of heads and of shared heads, and their width.
     """
-    outer, layer, (enorm, hnorm, project, norm, own, _) = module(w, number, layout, depth)
-    embedded = w.get(f"{outer}{own}.weight", embedding)[tokens]
+    outer, layer, (enorm, hnorm, project, norm, head_norm, _) = module(w, number, layout, depth)
+    embedded = w.get(f"{outer}{head_norm}.weight", embedding)[tokens]
     both = [rms(embedded, w[f"{outer}{enorm}.weight"]), rms(hidden, w[f"{outer}{hnorm}.weight"])]
     x = torch.cat(both, -1) @ w[f"{outer}{project}.weight"].T
     x = x + attention(w, layer, rms(x, w[f"{layer}.input_layernorm.weight"]), *sizes)

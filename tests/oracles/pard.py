@@ -17,9 +17,9 @@ def llama(w, tokens, layers, sizes):
 
 def levels(w, text, mask, k, vocabulary, layers, sizes):
     """Logits ``[k, vocabulary]`` of the k levels drafted after ``text``."""
-    own = llama(w, torch.tensor([*text, *[mask] * (k - 1)]), layers, sizes)[-k:]
-    found = torch.full((k, vocabulary), -torch.inf, dtype=own.dtype)
-    found[:, : own.shape[1]] = own[:, :vocabulary]
+    wide = llama(w, torch.tensor([*text, *[mask] * (k - 1)]), layers, sizes)[-k:]
+    logits = torch.full((k, vocabulary), -torch.inf, dtype=wide.dtype)
+    logits[:, : wide.shape[1]] = wide[:, :vocabulary]
     if mask < vocabulary:
-        found[:, mask] = -torch.inf
-    return found
+        logits[:, mask] = -torch.inf
+    return logits

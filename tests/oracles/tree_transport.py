@@ -33,7 +33,7 @@ def most_accepted(draft: Draft, probability: np.ndarray, p: Callable[[Text], np.
     """
     texts, root = paths_of(draft), draft.shape.root
     pairs = sorted({(int(tree), text) for tree, text in zip(root, texts, strict=True) if probability[tree] > 0})
-    number = {text: place for place, text in enumerate(sorted({text for _, text in pairs}, key=len))}
+    number = {text: index for index, text in enumerate(sorted({text for _, text in pairs}, key=len))}
     gain = -np.array([float(len(text)) for _, text in pairs])
     trees, tree = np.unique([tree for tree, _ in pairs], return_inverse=True)
     marginals = csr_array((np.ones(len(pairs)), (tree, np.arange(len(pairs)))), shape=(len(trees), len(pairs)))
@@ -45,10 +45,10 @@ def most_accepted(draft: Draft, probability: np.ndarray, p: Callable[[Text], np.
     longer = [text for text in number if text]
     if not longer:
         return 0.0
-    own = passes[[number[text] for text in longer]]
+    passed = passes[[number[text] for text in longer]]
     above = passes[[number[text[:-1]] for text in longer]]
     chance = np.array([p(text[:-1])[text[-1]] for text in longer])
-    lossless = own - above.multiply(chance[:, None]).tocsr()
+    lossless = passed - above.multiply(chance[:, None]).tocsr()
     solved = linprog(gain, A_ub=vstack([lossless]), b_ub=np.zeros(len(longer)), A_eq=marginals, b_eq=probability[trees],
                      method="highs")  # fmt: skip
     assert solved.status == 0, solved.message

@@ -35,11 +35,11 @@ class Spelled:
             None if token in special
             else bytes([int(name[3:5], 16)]) if fallback[token]
             else name.replace("▁", " ").encode() if self.spaced
-            else bytes(ALPHABET[one] for one in name)
+            else bytes(ALPHABET[character] for character in name)
             for token, name in enumerate(names)
         ]  # fmt: skip
         self.token = {}
-        for token in sorted(range(len(names)), key=lambda one: (fallback[one], one)):
+        for token in sorted(range(len(names)), key=lambda number: (fallback[number], number)):
             if self.bytes[token]:
                 self.token.setdefault(self.bytes[token], token)
 
@@ -71,7 +71,7 @@ def characters(data):
 
 def read(target, draft, tokens, special=()):
     """The draft model's tokens of a text given in the target's. ``special``: pairs that mean the same in both."""
-    found = draft("a")["input_ids"][: -len(draft("a", add_special_tokens=False)["input_ids"])]
+    ids = draft("a")["input_ids"][: -len(draft("a", add_special_tokens=False)["input_ids"])]
     tokens = list(tokens)
     if tokens and tokens[0] == target.bos_token_id:
         tokens = tokens[1:]
@@ -84,26 +84,26 @@ def read(target, draft, tokens, special=()):
         if data:
             data, spaced = data[1:] if spaced and data[:1] == b" " else data, False
         text = ""
-        for one in [*characters(data), None]:
-            if isinstance(one, str):
-                text += one
+        for character in [*characters(data), None]:
+            if isinstance(character, str):
+                text += character
                 continue
             if text:
-                own = text[1:] if theirs.spaced and text[0] == " " else text
-                found += draft.backend_tokenizer.encode(own, add_special_tokens=False).ids if own else []
+                piece = text[1:] if theirs.spaced and text[0] == " " else text
+                ids += draft.backend_tokenizer.encode(piece, add_special_tokens=False).ids if piece else []
                 text = ""
-            if one is not None and bytes([one]) in theirs.token:
-                found.append(theirs.token[bytes([one])])
+            if character is not None and bytes([character]) in theirs.token:
+                ids.append(theirs.token[bytes([character])])
         if end in dict(special):
-            found.append(dict(special)[end])
-    return found
+            ids.append(dict(special)[end])
+    return ids
 
 
 def logits(model, tokens, pairs, vocabulary):
     """The draft model's logits after its ``tokens``, as logits over the target's: a plain forward without a cache."""
     with torch.no_grad():
-        own = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    found = torch.full((vocabulary,), -torch.inf, dtype=own.dtype)
+        draft_logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    values = torch.full((vocabulary,), -torch.inf, dtype=draft_logits.dtype)
     for mine, theirs in pairs.items():
-        found[mine] = own[theirs]
-    return found
+        values[mine] = draft_logits[theirs]
+    return values

@@ -34,7 +34,7 @@ def test_drafts_are_no_deeper_than_the_policy_allows(target, truth):
     for proposer in (draft_model("1x1x1x1"), Truth(truth, 4)):
         for depth in (0, 1, 3):
             group, steps = decode(target, adapt(proposer, FixedDepth(depth)), requests())
-            assert max(one.draft.shape.deepest for one in steps) == depth
+            assert max(step.draft.shape.deepest for step in steps) == depth
             assert emitted(group) == truth
 
 
@@ -44,25 +44,25 @@ def test_a_depth_drafts_what_a_chain_of_that_depth_drafts(target, sampling):
     whole, steps = decode(target, adapt(draft_model("1x1x1x1"), FixedDepth(2)), requests(sampling))
     short, expected = decode(target, draft_model("1x1"), requests(sampling))
     assert emitted(whole) == emitted(short)
-    assert [one.draft.shape.nodes for one in steps] == [one.draft.shape.nodes for one in expected]
+    assert [step.draft.shape.nodes for step in steps] == [step.draft.shape.nodes for step in expected]
 
 
 def test_each_sequence_has_its_own_limit(target):
     adaptive = adapt(draft_model("1x1x1"), RecordedPolicy({n: [Limit(n + 1)] for n in range(3)}))
     draft = adaptive.propose(batch_of(target, requests(), adaptive))
-    assert [int(draft.shape.depth[own].max()) for own in draft.shape.trees] == [1, 2, 3]
+    assert [int(draft.shape.depth[rows].max()) for rows in draft.shape.trees] == [1, 2, 3]
     assert list(draft.limits) == [Limit(1), Limit(2), Limit(3)]
 
 
 def test_decisions_are_recorded_and_repeated(target):
     first = adapt(draft_model("1x1x1x1"), Goodput(COSTS, 4, Levels.none(4)))
     group, steps = decode(target, first, requests(WARM))
-    rows = [row for one in steps for row in one.slim().rows()]
+    rows = [row for step in steps for row in step.slim().rows()]
     limits = {n: [Limit.parse(row["policy"]) for row in rows if row["request"] == n] for n in range(3)}
-    assert len({one for each in limits.values() for one in each}) > 1, "it decided differently"
+    assert len({limit for each in limits.values() for limit in each}) > 1, "it decided differently"
     again, repeated = decode(target, adapt(draft_model("1x1x1x1"), RecordedPolicy(limits)), requests(WARM))
     assert emitted(again) == emitted(group)
-    assert [one.draft.token.tolist() for one in repeated] == [one.draft.token.tolist() for one in steps]
+    assert [step.draft.token.tolist() for step in repeated] == [step.draft.token.tolist() for step in steps]
 
 
 class Wrong(FixedDepth):
@@ -101,9 +101,9 @@ def test_a_threshold_of_0_stops_nothing_and_one_of_1_everything(target):
     whole, _ = decode(target, draft_model("1x1x1"), requests(WARM))
     free, steps = decode(target, adapt(draft_model("1x1x1"), Threshold(Confidence(), 0.0)), requests(WARM))
     assert emitted(free) == emitted(whole)
-    assert max(one.draft.shape.deepest for one in steps) == 3
+    assert max(step.draft.shape.deepest for step in steps) == 3
     _, none = decode(target, adapt(draft_model("1x1x1"), Threshold(AdaEdl(), 1.0)), requests(WARM))
-    assert max(one.draft.shape.deepest for one in none) == 0
+    assert max(step.draft.shape.deepest for step in none) == 0
 
 
 def test_forks_learn_separately_and_the_run_s_store_is_forgotten(target):
@@ -142,7 +142,7 @@ def test_a_policy_names_the_part_that_drafts(target, truth):
     for part, accepts in (("p0", True), ("p1", False)):
         group, steps = decode(target, adapt(both, FixedDepth(3, part)), requests())
         assert emitted(group) == truth
-        assert (sum(len(got.path) for one in steps for got in one.committed) > 0) == accepts
+        assert (sum(len(got.path) for step in steps for got in step.committed) > 0) == accepts
 
 
 def test_pairs_that_do_not_fit_are_refused(target, truth):

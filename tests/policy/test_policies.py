@@ -40,11 +40,11 @@ def outcome(state, limit, drafted, accepted, live=1):
 def play(policy, states, accepts, step=0, seed=0):
     """One step in which sequence n accepts as many tokens as ``accepts[n]`` gives for what is drafted."""
     limits = policy.decide(batch(len(states), step, seed), states)
-    found = []
+    outcomes = []
     for state, limit, accepted in zip(states, limits, accepts, strict=True):
         depth = 8 if limit.depth is None else min(8, limit.depth)
-        found.append(outcome(state, limit, depth, min(depth, accepted), len(states)))
-    policy.learn(found)
+        outcomes.append(outcome(state, limit, depth, min(depth, accepted), len(states)))
+    policy.learn(outcomes)
     return limits
 
 
@@ -128,7 +128,7 @@ def test_goodput_finds_the_depth_of_the_most_tokens_per_second(accept, live, sco
     for step in range(600):
         accepts = [int(np.argmin(np.append(random.random(8) < accept, False))) for _ in states]
         limits = play(policy, states, accepts, step)
-        chosen += [one.depth for one in limits]
+        chosen += [limit.depth for limit in limits]
         if scope == "run":
             assert len(set(limits)) == 1, "one depth for the whole batch"
     alone = 1 if scope == "request" else live
@@ -145,7 +145,7 @@ def test_goodput_drafts_nothing_where_drafts_cost_more_than_they_bring_and_tries
         depths.append(play(policy, [state], [0], step)[0].depth)
     assert depths[0] > 0
     assert 0 in depths
-    assert any(one for one in depths[depths.index(0) :]), "what was seen long ago counts less"
+    assert any(depth for depth in depths[depths.index(0) :]), "what was seen long ago counts less"
 
 
 def test_levels_that_are_seldom_drafted_cost_little():
@@ -237,7 +237,7 @@ def test_a_run_has_one_configuration_for_its_batch_and_requests_have_their_own()
         states = [policy.init(None) for _ in "ab"]
         states[1].add(2, 1, 1.4)
         states[1].add(1, 1, 1.2)
-        assert [one.depth for one in policy.decide(batch(2), states)] == chosen
+        assert [limit.depth for limit in policy.decide(batch(2), states)] == chosen
 
 
 def test_a_step_also_tells_what_smaller_depths_with_its_threshold_would_have_brought():
@@ -318,7 +318,7 @@ def test_wrong_options_are_named(load, options, named):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("proposer", "other"),
     [
         (Ngram(4, 3, 1), Ngram(4, 3, 2)),
         (Ngram(4, 3, 1), Ngram(4, 3, 1, "first")),
@@ -327,10 +327,10 @@ def test_wrong_options_are_named(load, options, named):
         (Suffix(SuffixRules(nodes=8)), Suffix(SuffixRules(nodes=8, min_share=0.5))),
         (BestOf.load(None, {"a": Ngram(4, 3, 1), "b": Jacobi(4)}), BestOf.load(None, dict(a=Jacobi(4), b=Jacobi(3)))),
     ],
-    ids=lambda one: one.name,
+    ids=lambda policy: policy.name,
 )
-def test_proposers_with_other_options_do_not_share_measured_costs(one, other):
-    assert json.dumps(drafter_of(one), sort_keys=True) != json.dumps(drafter_of(other), sort_keys=True)
+def test_proposers_with_other_options_do_not_share_measured_costs(proposer, other):
+    assert json.dumps(drafter_of(proposer), sort_keys=True) != json.dumps(drafter_of(other), sort_keys=True)
 
 
 @pytest.mark.parametrize(

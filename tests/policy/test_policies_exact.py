@@ -102,13 +102,13 @@ def test_a_policy_of_parts_is_exact():
 
 @pytest.mark.nightly
 def test_policies_change_what_is_drafted():
-    proofs = [prove(adapt(PROPOSERS["chain"], one), Token(), LOOPS[:2]) for one in POLICIES.values()]
-    assert len({tuple(np.round([one.accepted for one in proof.findings], 9)) for proof in proofs}) >= 6
+    proofs = [prove(adapt(PROPOSERS["chain"], policy), Token(), LOOPS[:2]) for policy in POLICIES.values()]
+    assert len({tuple(np.round([finding.accepted for finding in proof.findings], 9)) for proof in proofs}) >= 6
 
 
 def test_every_shipped_policy_is_enumerated():
     shipped = {OmegaConf.load(file).get("_target_") for file in Path(conf(), "policy").glob("*.yaml")}
-    mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in POLICIES.values()}
+    mine = {f"{type(policy).__module__}.{type(policy).__name__}.load" for policy in POLICIES.values()}
     assert shipped - {None} == mine | {"spec_lab.policy.none"}
 
 
@@ -136,8 +136,8 @@ class Drops:
         shape = draft.shape
         if not shape.nodes:
             return draft
-        own = draft.q[torch.from_numpy(draft.q_row[shape.parent])]
-        kept = own.gather(-1, draft.token[:, None])[:, 0] >= self.least
+        q_of_nodes = draft.q[torch.from_numpy(draft.q_row[shape.parent])]
+        kept = q_of_nodes.gather(-1, draft.token[:, None])[:, 0] >= self.least
         if not kept.any():
             return empty(shape.roots)
         smaller, _ = draft.keep(np.append(np.ones(shape.roots, dtype=bool), kept.numpy()))

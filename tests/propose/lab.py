@@ -93,17 +93,17 @@ def batch_of(target, wanted, proposer, draws=None):
 
 def fork_of(sequence, proposer, tokens=None, number=1):
     """A fork of a sequence, for a proposer that is driven by hand."""
-    own = list(sequence.tokens if tokens is None else tokens)
+    text = list(sequence.tokens if tokens is None else tokens)
     return SequenceState(
-        sequence.request, sequence.kv.fork(), own, lineage=(number,), state=proposer.fork(sequence.state)
+        sequence.request, sequence.kv.fork(), text, lineage=(number,), state=proposer.fork(sequence.state)
     )
 
 
 def observations(sequences, output, starts):
     """The observations after a step in which every sequence only computed its pending tokens."""
     return [
-        Observation(one, start, one.tokens[start:], hidden)
-        for one, hidden, start in zip(sequences, output.pending, starts, strict=True)
+        Observation(sequence, start, sequence.tokens[start:], hidden)
+        for sequence, hidden, start in zip(sequences, output.pending, starts, strict=True)
     ]
 
 
@@ -128,10 +128,10 @@ def expanded(draft, sequences):
 
 def steps_after_texts(target, proposer, wanted):
     """Decode; yield every step with the texts before it, as sequences with ``tokens``."""
-    texts = {one.id: list(one.tokens) for one in wanted}
+    texts = {request.id: list(request.tokens) for request in wanted}
     for info in fixed_group(Arm(target, proposer, Token(), CounterDraws(3)), wanted):
-        yield info, [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
-        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
+        yield info, [SimpleNamespace(tokens=texts[sequence.request.id]) for sequence in info.sequences]
+        texts |= {sequence.request.id: list(sequence.tokens) for sequence in info.sequences}
 
 
 def rejected(info, depth):

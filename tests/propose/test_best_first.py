@@ -81,7 +81,7 @@ def twin(probabilities, drawn, budget, depth, key, seed=0):
         for node in sorted(chosen):
             unexpanded.remove(node)
             places = [node * budget.children + rank for rank in range(budget.children)]
-            uniforms = [CounterDraws(seed).uniform(Key(*key, Purpose.DRAFT, place)) for place in places]
+            uniforms = [CounterDraws(seed).uniform(Key(*key, Purpose.DRAFT, index)) for index in places]
             p = probabilities(paths[node])
             for token in children_of(p, drawn, budget.children, uniforms):
                 unexpanded.add(len(paths))
@@ -95,7 +95,7 @@ def tree_of(draft, tree):
     """The same for one tree of a draft."""
     shape = draft.shape
     rows = shape.trees[tree].tolist()
-    number = {row: place for place, row in enumerate(rows)}
+    number = {row: index for index, row in enumerate(rows)}
     return [(number[int(shape.parent[row - shape.roots])], int(draft.token[row - shape.roots])) for row in rows[1:]]
 
 
@@ -149,8 +149,8 @@ class Table:
             self.forwards.append(len(rows))
             paths = [[int(token[node - shape.roots]) for node in shape.path(row)] for row in rows.tolist()]
             trees = shape.root[rows].tolist()
-            found = [self.logits(numbers[tree], path) for tree, path in zip(trees, paths, strict=True)]
-            return RowLogits(torch.from_numpy(np.array(found)))
+            logits = [self.logits(numbers[tree], path) for tree, path in zip(trees, paths, strict=True)]
+            return RowLogits(torch.from_numpy(np.array(logits)))
 
         roots = [self.logits(number, ()) for number, depth in zip(numbers, depths, strict=True) if depth]
         batch = bare_batch(keys, V, CounterDraws(seed), self.masks)
@@ -203,8 +203,8 @@ def test_a_reranked_tree_expands_the_best_of_the_newest_level_and_keeps_the_best
     most = 0
     for tree, depth in enumerate(depths):
         kept, forwards = reranked(table, budget, tree, depth) if depth else (set(), 0)
-        found = [tuple(path_tokens(draft, row)) for row in draft.shape.trees[tree].tolist()[1:]]
-        assert len(found) == len(kept) and set(found) == kept
+        paths = [tuple(path_tokens(draft, row)) for row in draft.shape.trees[tree].tolist()[1:]]
+        assert len(paths) == len(kept) and set(paths) == kept
         most = max(most, forwards)
     assert len(table.forwards) == most and max(table.forwards) <= 2 * budget.width
 
@@ -236,12 +236,12 @@ def test_budget_children_and_depth_are_never_exceeded(drawn, width, children):
 def test_a_tree_is_the_same_alone_and_in_a_batch(drawn):
     budget, table = Budget(12, 2, 5, 3), Table(2)
     together = table.grow(drawn, budget, depths=(9, 1, 9, 3), numbers=(0, 5, 7, 4))
-    for place, (number, depth) in enumerate(((0, 9), (5, 1), (7, 9), (4, 3))):
+    for index, (number, depth) in enumerate(((0, 9), (5, 1), (7, 9), (4, 3))):
         alone = table.grow(drawn, budget, depths=(depth,), numbers=(number,))
-        assert tree_of(together, place) == tree_of(alone, 0)
+        assert tree_of(together, index) == tree_of(alone, 0)
         if drawn != "point":
-            mine, own = ([d.q_row[row] for row in d.shape.trees[t]] for d, t in ((together, place), (alone, 0)))
-            for here, there in zip(mine, own, strict=True):
+            mine, theirs = ([d.q_row[row] for row in d.shape.trees[t]] for d, t in ((together, index), (alone, 0)))
+            for here, there in zip(mine, theirs, strict=True):
                 assert (here < 0) == (there < 0) and (here < 0 or torch.equal(together.q[here], alone.q[there]))
 
 
@@ -324,9 +324,11 @@ def test_a_batch_decodes_as_its_requests_alone(target, drawn, sampling):
     proposer = best_first(Budget(8, 2, 4, 3), drawn, temperature=1.0)
     wanted = requests(sampling, new=12)
     group, steps = decode(target, proposer, wanted)
-    alone = [decode(target, proposer, [one]) for one in wanted]
-    assert emitted(group) == [emitted(own)[0] for own, _ in alone]
-    assert [tree_of(steps[0].draft, tree) for tree in range(3)] == [tree_of(own[0].draft, 0) for _, own in alone]
+    alone = [decode(target, proposer, [request]) for request in wanted]
+    assert emitted(group) == [emitted(single)[0] for single, _ in alone]
+    assert [tree_of(steps[0].draft, tree) for tree in range(3)] == [
+        tree_of(steps_alone[0].draft, 0) for _, steps_alone in alone
+    ]
     assert not proposer.lm.cells.references.any() and not target.lm.cells.references.any()
 
 
@@ -334,7 +336,7 @@ def test_a_likelier_path_is_drafted_deeper_than_a_fixed_tree_of_as_many_nodes(ta
     """The target as its own draft: the greedy path is accepted as far as it was drafted."""
     proposer = best_first(Budget(8, 2, 8, 1), seed=0, num_hidden_layers=2)
     _, steps = decode(target, proposer, requests(new=26))
-    depths = {int(one.draft.shape.depth.max()) for one in steps[:3]}
+    depths = {int(step.draft.shape.depth.max()) for step in steps[:3]}
     assert max(depths) > 2, "two children a node of 8 nodes, level by level, reach depth 2"
 
 
@@ -345,7 +347,7 @@ def test_no_tree_is_deeper_than_the_draft_s_and_the_target_s_context_allow(targe
     assert emitted(group) == truth
     short = tiny_target(context=14)
     ended, more = decode(short, best_first(Budget(12, 2, 6, 1), drawn, temperature=0.5), requests())
-    assert {one.finish for one in ended.sequences} == {"context"}
+    assert {sequence.finish for sequence in ended.sequences} == {"context"}
     seen = set()
     for infos, most in ((steps, 16 + 1), (more, 14)):
         for info in infos:
@@ -362,9 +364,9 @@ def test_logits_that_are_nan_are_reported_for_their_request_only(target, monkeyp
     plain = proposer.lm.extend
 
     def breaking(sequences, shape, rows, *more):
-        found = plain(sequences, shape, rows, *more)
-        found.logits[torch.from_numpy(shape.root[rows] == 1)] = float("nan")
-        return found
+        logits = plain(sequences, shape, rows, *more)
+        logits.logits[torch.from_numpy(shape.root[rows] == 1)] = float("nan")
+        return logits
 
     monkeypatch.setattr(proposer.lm, "extend", breaking)
     draft = proposer.propose(batch_of(target, requests(), proposer))
@@ -397,15 +399,17 @@ ENUMERATED = [Budget(4, 2, 3, width=1), Budget(3, 1, 3, width=1)]
 @pytest.mark.parametrize("budget", ENUMERATED, ids=str)
 def test_the_output_distribution_is_the_target_s(drawn, verifier, budget):
     for instance in INSTANCES:
-        found = examine(instance, Larger(drawn, budget), verifier)
-        assert found.wrong is None and found.tv < 1e-12 and abs(found.mass - 1) < 1e-12
-        assert found.drafted > 0 and found.accepted > 0
+        finding = examine(instance, Larger(drawn, budget), verifier)
+        assert finding.wrong is None and finding.tv < 1e-12 and abs(finding.mass - 1) < 1e-12
+        assert finding.drafted > 0 and finding.accepted > 0
 
 
-BOUND = [replace(one, tree="1x1", tokens=2) for one in constrained() if one.applied.on_draft]
-GRAMMARS = [one for one in BOUND if not one.applied.constraint.has_actions]
-CASES = [(one, drawn, Budget(4, 2, 3, width=1)) for one in GRAMMARS for drawn in WAYS]
-CASES += [(one, "point", Budget(2, 1, 3, width=1)) for one in BOUND if one not in GRAMMARS]  # samples are too many
+BOUND = [replace(instance, tree="1x1", tokens=2) for instance in constrained() if instance.applied.on_draft]
+GRAMMARS = [instance for instance in BOUND if not instance.applied.constraint.has_actions]
+CASES = [(grammar, drawn, Budget(4, 2, 3, width=1)) for grammar in GRAMMARS for drawn in WAYS]
+CASES += [
+    (instance, "point", Budget(2, 1, 3, width=1)) for instance in BOUND if instance not in GRAMMARS
+]  # samples are too many
 
 
 @pytest.mark.each_value
@@ -413,9 +417,9 @@ CASES += [(one, "point", Budget(2, 1, 3, width=1)) for one in BOUND if one not i
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name.partition('tokens, ')[2]}, {case[1]}")
 def test_under_a_constraint_the_output_distribution_is_the_masked_target_s(case, verifier):
     instance, drawn, budget = case
-    found = examine(instance, Larger(drawn, budget), verifier)
-    assert found.wrong is None and found.tv < 1e-12 and abs(found.mass - 1) < 1e-12
-    assert found.drafted > 0 and found.accepted > 0
+    finding = examine(instance, Larger(drawn, budget), verifier)
+    assert finding.wrong is None and finding.tv < 1e-12 and abs(finding.mass - 1) < 1e-12
+    assert finding.drafted > 0 and finding.accepted > 0
 
 
 # Options -----------------------------------------------------------------------------------------------------------

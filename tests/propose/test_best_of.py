@@ -19,7 +19,7 @@ class Says(Proposer):
         self.token, self.promise = token, promise
 
     def scores(self, batch):
-        return [self.promise(len(one.tokens)) for one in batch.sequences]
+        return [self.promise(len(sequence.tokens)) for sequence in batch.sequences]
 
     def propose(self, batch):
         return Draft(forest((chain(1),) * len(batch.sequences)), torch.full((len(batch.sequences),), self.token))
@@ -35,15 +35,15 @@ class Truth(Proposer):
 
     def propose(self, batch):
         tokens = []
-        for one in batch.sequences:
-            emitted_so_far = len(one.emitted)
-            after = (self.truth[one.request.id] + [0] * self.nodes)[emitted_so_far:][: self.nodes]
+        for sequence in batch.sequences:
+            emitted_so_far = len(sequence.emitted)
+            after = (self.truth[sequence.request.id] + [0] * self.nodes)[emitted_so_far:][: self.nodes]
             tokens += [token if self.right else (token + 1) % 50 for token in after]
         return Draft(forest((chain(self.nodes),) * len(batch.sequences)), torch.tensor(tokens))
 
 
 def best_of(*parts, **options):
-    return BestOf.load(None, {f"p{n}": one for n, one in enumerate(parts)}, **options)
+    return BestOf.load(None, {f"p{n}": part for n, part in enumerate(parts)}, **options)
 
 
 def test_the_part_with_the_best_score_drafts_for_each_sequence(target):
@@ -58,7 +58,7 @@ def test_a_part_that_disappoints_is_left_for_one_that_is_accepted(target, truth)
     both = best_of(Truth(truth, 3, right=False), Truth(truth, 3), start=2.0, memory=0.5)
     group, steps = decode(target, both, requests())
     assert emitted(group) == truth
-    accepted = [[len(done.path) for done in one.committed] for one in steps]
+    accepted = [[len(done.path) for done in step.committed] for step in steps]
     assert accepted[0] == [0, 0, 0] and accepted[1] == accepted[2] == [3, 3, 3]
 
 
@@ -74,7 +74,7 @@ def test_a_fork_learns_by_itself(target):
 def test_parts_that_sample_and_parts_that_do_not_take_turns_in_one_batch(target, truth, sampling):
     both = best_of(Says(1, lambda length: length % 3), draft_model("1x1"), start=1.0)
     group, steps = decode(target, both, requests(sampling))
-    ways = [one.draft.ways for one in steps if one.draft.shape.nodes]
+    ways = [step.draft.ways for step in steps if step.draft.shape.nodes]
     if sampling is COLD:
         assert emitted(group) == truth
     assert {"iid", "point"} in ways
@@ -101,7 +101,7 @@ class Sometimes(Says):
         return None
 
     def propose(self, batch):
-        sizes = [1 - len(one.tokens) % 2 for one in batch.sequences]
+        sizes = [1 - len(sequence.tokens) % 2 for sequence in batch.sequences]
         return Draft(forest(tuple(chain(size) for size in sizes)), torch.full((sum(sizes),), self.token))
 
 
@@ -110,7 +110,7 @@ def test_where_a_part_drafts_nothing_the_next_one_does(target):
     batch = batch_of(target, requests(prompts=((5,), (6, 7))), both)
     draft = both.propose(batch)
     assert dict(zip(draft.shape.root[2:].tolist(), draft.token.tolist(), strict=True)) == {0: 3, 1: 1}
-    assert [one.state.own.chosen for one in batch.sequences] == [2, 0]
+    assert [sequence.state.own.chosen for sequence in batch.sequences] == [2, 0]
 
 
 def test_a_part_that_never_drafts_does_not_keep_the_others_from_it(target, truth):
@@ -128,17 +128,17 @@ def test_costs_must_be_a_mapping(costs):
 def test_an_expectation_that_has_fallen_recovers_while_another_part_drafts(target):
     both = best_of(Sometimes(1, None), Says(3, lambda _: 0.0), memory=0.5)
     batch = batch_of(target, requests(prompts=((5,),)), both)
-    (one,) = batch.sequences
-    one.state.own.accepted[0] = 1.0
-    assert both.propose(batch).token.tolist() == [3] and one.state.own.chosen == 1
-    both.observe([Observation(one, 0, (5, 6), accepted=(0,))])
-    assert one.state.own.accepted == [1.0 + RECOVERY, 1.5]
+    (sequence,) = batch.sequences
+    sequence.state.own.accepted[0] = 1.0
+    assert both.propose(batch).token.tolist() == [3] and sequence.state.own.chosen == 1
+    both.observe([Observation(sequence, 0, (5, 6), accepted=(0,))])
+    assert sequence.state.own.accepted == [1.0 + RECOVERY, 1.5]
 
 
 def test_a_draft_of_no_part_counts_as_none_accepted_for_the_first_that_was_asked(target):
     both = best_of(Sometimes(1, None), Sometimes(2, None), memory=0.5)
     batch = batch_of(target, requests(prompts=((5,),)), both)
-    (one,) = batch.sequences
-    assert not both.propose(batch).shape.nodes and one.state.own.chosen == 0
-    both.observe([Observation(one, 0, (5, 6))])
-    assert one.state.own.accepted == [1.0, 2.0]
+    (sequence,) = batch.sequences
+    assert not both.propose(batch).shape.nodes and sequence.state.own.chosen == 0
+    both.observe([Observation(sequence, 0, (5, 6))])
+    assert sequence.state.own.accepted == [1.0, 2.0]

@@ -71,9 +71,9 @@ def test_other_conditions_are_another_entry(cache, timer, change):
 def test_old_costs_are_measured_again(cache, timer):
     cache.costs(UNDER, SIZES, timer)
     for age, calls in ((MAX_AGE, 1), (MAX_AGE + timedelta(hours=1), 2)):
-        found = replace(cache, clock=lambda age=age: NOON + age).costs(UNDER, SIZES, timer)
+        costs = replace(cache, clock=lambda age=age: NOON + age).costs(UNDER, SIZES, timer)
         assert timer.calls == calls
-        assert found.cached is (calls == 1)
+        assert costs.cached is (calls == 1)
     replace(cache, clock=lambda: NOON - timedelta(days=2)).costs(UNDER, SIZES, timer)
     assert timer.calls == 3, "a date in the future is not believed"
 
@@ -139,7 +139,7 @@ def test_a_damaged_entry_is_measured_again_with_a_warning(cache, timer, caplog, 
     file.write_text(damage(file.read_text()), errors="surrogateescape")
     assert cache.costs(UNDER, SIZES, timer) == good
     assert timer.calls == 2
-    assert [str(file) in one.getMessage() for one in caplog.records] == [True]
+    assert [str(file) in record.getMessage() for record in caplog.records] == [True]
     assert cache.costs(UNDER, SIZES, timer).cached, "and repaired"
 
 
@@ -147,9 +147,9 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, timer, caplog):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", None):
         caplog.clear()
-        found = CostCache(folder).costs(UNDER, SIZES, timer)
-        assert found.seconds == COSTS.seconds and not found.cached
-        assert [one.levelname for one in caplog.records] == ["WARNING"]
+        costs = CostCache(folder).costs(UNDER, SIZES, timer)
+        assert costs.seconds == COSTS.seconds and not costs.cached
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "SPEC_LAB_CACHE" in caplog.text
 
 

@@ -102,7 +102,7 @@ def test_places_in_the_whole_tree_key_the_noise(target):
     draws = Watched()
     proposed(target, "2x2x1", Sampling(1.0, top_k=1), draws)
     # nodes by place: 0 1 | 2 3, 4 5 | 6 ..; of a support of one there are 0, 2 and 6
-    wanted = [Key(n, 0, 0, Purpose.RACE, place) for place in (-1, 0, 2) for n in range(3)]
+    wanted = [Key(n, 0, 0, Purpose.RACE, index) for index in (-1, 0, 2) for n in range(3)]
     assert draws.keys == wanted
     whole, cut = Watched(), Watched()
     proposed(target, "2x2x1", WARM, whole)
@@ -167,7 +167,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, tree):
     depth = max(map(len, proposer.tree))
     _, steps = decode(target, proposer, requests(WARM, new=25), Gumbel())
     # In a tree y is always the first child; the first children of TREE go three deep.
-    assert [len(done.path) for one in steps for done in one.committed] == [depth] * 3 * len(steps)
+    assert [len(done.path) for step in steps for done in step.committed] == [depth] * 3 * len(steps)
     assert len(steps) == -(-25 // (depth + 1))
 
 
@@ -178,19 +178,19 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sa
     proposer = draft_model(tree, "gumbel", 1.0 if tree == TREE and sampling == COLD else None)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Gumbel())[0])
-    assert together == [emitted(decode(target, proposer, [one], Gumbel())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Gumbel())[0])[0] for request in wanted]
     assert together == emitted(decode(target, proposer, wanted[::-1], Gumbel())[0])
 
 
 def test_steps_are_recorded_conditional_on_the_noise(target):
     """Nothing is random, so the expected number is the accepted number."""
     _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
-    rows = [row for one in steps for row in one.slim().rows()]
+    rows = [row for step in steps for row in step.slim().rows()]
     assert len(rows) > 20 and {row["expected_kind"] for row in rows} == {"noise"}
     assert all(row["expected_accepted"] == row["accepted"] for row in rows)
     assert 0 < sum(row["accepted"] for row in rows) < sum(row["depth"] for row in rows)
     _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Match())
-    assert {row["expected_kind"] for one in steps for row in one.rows()} == {"exact"}
+    assert {row["expected_kind"] for step in steps for row in step.rows()} == {"exact"}
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
@@ -208,12 +208,12 @@ def watched(target, tree) -> Watched:
     group = fixed_group(Arm(target, draft_model(tree, "gumbel"), Gumbel(), draws), requests(WARM, new=16))
     steps = list(group)
     assert len(steps) > 4
-    assert sum(one.draft.shape.nodes > 0 for one in steps) > 3
+    assert sum(step.draft.shape.nodes > 0 for step in steps) > 3
     raced = {key for key in draws.keys if key.purpose == Purpose.RACE}
     assert raced == set(draws.noise)
     # Every noise that a draft carries came from those draws.
     known = {noise.tobytes() for noise in draws.noise.values()}
-    assert all(row.tobytes() in known for one in steps for row in one.draft.noise.numpy())
+    assert all(row.tobytes() in known for step in steps for row in step.draft.noise.numpy())
     return draws
 
 
@@ -258,7 +258,7 @@ def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_a
         assert torch.equal(noise, draft.noise[draft.q_row[same]])
     wanted = requests(WARM, new=14)
     together = emitted(decode(target, proposer, wanted, Gumbel())[0])
-    assert together == [emitted(decode(target, proposer, [one], Gumbel())[0])[0] for one in wanted]
+    assert together == [emitted(decode(target, proposer, [request], Gumbel())[0])[0] for request in wanted]
 
 
 def test_a_tree_is_refused_at_temperature_0_and_a_chain_is_not():

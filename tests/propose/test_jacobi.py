@@ -49,7 +49,7 @@ def test_greedy_output_is_the_target_s(target, truth):
 def test_no_guess_is_beyond_the_context(target):
     short = replace(target, context=12)
     group, steps = decode(short, Jacobi(6), requests(prompts=PROMPTS[:1]))
-    assert [one.draft.shape.nodes for one in steps][-1] < 6 and len(group.sequences[0].tokens) == 12 < CONTEXT
+    assert [step.draft.shape.nodes for step in steps][-1] < 6 and len(group.sequences[0].tokens) == 12 < CONTEXT
 
 
 def test_nothing_is_guessed_from_parts_of_prompts_or_from_removed_tokens():

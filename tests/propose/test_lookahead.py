@@ -29,26 +29,28 @@ def test_the_window_grows_and_moves_as_a_naive_one_and_fills_the_pool(target):
         assert computed.token.tolist() == [token for level in levels for token in level]
         drafted = {tuple(int(info.draft.token[row - 1]) for row in info.draft.shape.path(int(row)))
                    for row in info.draft.shape.trees[0][1:]}  # fmt: skip
-        assert {gram[1:] for gram in pool if gram[0] == text[-1]} == {one for one in drafted if len(one) == n - 1}
+        assert {gram[1:] for gram in pool if gram[0] == text[-1]} == {
+            drafted_gram for drafted_gram in drafted if len(drafted_gram) == n - 1
+        }
         above = [text + levels[0][: column + 1] + [level[column] for level in levels[1:]] for column in range(w)]
-        last = [argmax(target, one) for one in above]
+        last = [argmax(target, prefix) for prefix in above]
         if len(levels) < n - 1:
             levels.append(last)
         else:
             for gram in zip(*levels, last, strict=True):
-                pool = [one for one in pool if one != gram] + [gram]
-                same = [one for one in pool if one[0] == gram[0]]
-                pool = [one for one in pool if one not in same[:-4]]
+                pool = [entry for entry in pool if entry != gram] + [gram]
+                same = [entry for entry in pool if entry[0] == gram[0]]
+                pool = [entry for entry in pool if entry not in same[:-4]]
             levels = [*levels[1:], last]
         text = list(info.sequences[0].tokens)
     assert len(pool) >= 4
 
 
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 def test_greedy_output_is_the_target_s_and_n_grams_are_drafted(target, truth, verifier):
     group, steps = decode(target, Lookahead(5, 3, 4), requests(), verifier)
     assert emitted(group) == truth
-    assert any(one.draft.shape.nodes for one in steps)
+    assert any(step.draft.shape.nodes for step in steps)
 
 
 def test_rows_of_the_window_never_change_a_sampled_output(target):

@@ -18,25 +18,25 @@ def naive_matches(tokens, longest, shortest):
     for n in range(longest, shortest - 1, -1):
         if n >= len(tokens):
             continue
-        found = 0
+        count = 0
         for end in range(len(tokens) - 1, n - 1, -1):
-            if tokens[end - n : end] == tokens[-n:] and found < SCAN:
-                found += 1
+            if tokens[end - n : end] == tokens[-n:] and count < SCAN:
+                count += 1
                 yield end
 
 
-def naive_continuation(tokens, place, count):
+def naive_continuation(tokens, position, count):
     text = list(tokens)
     for step in range(count):
-        text.append(text[place + step])
+        text.append(text[position + step])
     return text[len(tokens) :]
 
 
 def naive_tree(tokens, longest, shortest, depth, nodes):
     """The distinct paths of the trie, in the order in which they were added."""
     paths = []
-    for place in naive_matches(tokens, longest, shortest):
-        read = naive_continuation(tokens, place, depth)
+    for start in naive_matches(tokens, longest, shortest):
+        read = naive_continuation(tokens, start, depth)
         for end in range(1, depth + 1):
             if tuple(read[:end]) not in paths and len(paths) < nodes:
                 paths.append(tuple(read[:end]))
@@ -99,10 +99,10 @@ def saxena(tokens, depth, longest, shortest):
 def test_the_first_match_is_that_of_the_published_code(tokens, edits, depth, shortest, more):
     proposer = Ngram(depth, shortest + more, shortest, "first")
     asked = batch(proposer, tokens)
-    (one,) = asked.sequences
+    (sequence,) = asked.sequences
     for back, new in [(0, []), *edits]:
-        one.tokens[:] = one.tokens[: max(0, len(one.tokens) - back)] + new or [1]
-        assert proposer.propose(asked).token.tolist() == saxena(one.tokens, depth, shortest + more, shortest)
+        sequence.tokens[:] = sequence.tokens[: max(0, len(sequence.tokens) - back)] + new or [1]
+        assert proposer.propose(asked).token.tolist() == saxena(sequence.tokens, depth, shortest + more, shortest)
 
 
 def test_a_later_match_is_used_only_where_the_recent_one_is_asked_for():
@@ -122,7 +122,7 @@ def test_a_tree_merges_the_matches_in_their_order(tokens, depth, nodes, shortest
 
 def test_longer_matches_come_first_then_recent_ones():
     text = [1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3]
-    read = [continuation(text, place, 1)[0] for place in naive_matches(text, 3, 1)]
+    read = [continuation(text, start, 1)[0] for start in naive_matches(text, 3, 1)]
     assert read == [9, 8, 9, 7, 8, 9]
     assert drafted(Ngram(1, 3, 1), text).token.tolist() == [9]
     assert paths_of(drafted(NgramTree(3, 1, 3, 1), text)) == [(9,), (8,), (7,)]
@@ -136,21 +136,21 @@ def test_a_batch_is_drafted_as_its_sequences_alone():
             assert paths_of(draft, root) == paths_of(drafted(proposer, text))
 
 
-@pytest.mark.parametrize("proposer", [Ngram(2, 2, 1), NgramTree(6, 3, 2, 1)], ids=lambda one: one.name)
+@pytest.mark.parametrize("proposer", [Ngram(2, 2, 1), NgramTree(6, 3, 2, 1)], ids=lambda proposer: proposer.name)
 def test_a_fork_drafts_from_an_index_of_its_own(proposer):
     """It begins as a copy of its origin's; later lookups of one change neither the other's index nor its draft."""
     asked = batch(proposer, [1, 2, 3, 1, 2])
-    (one,) = asked.sequences
+    (sequence,) = asked.sequences
     proposer.propose(asked)
-    twin = SimpleNamespace(tokens=[1, 2, 9, 1], state=proposer.fork(one.state))
-    assert twin.state is not one.state and twin.state.ends == one.state.ends
-    before = deepcopy(one.state.ends)
+    twin = SimpleNamespace(tokens=[1, 2, 9, 1], state=proposer.fork(sequence.state))
+    assert twin.state is not sequence.state and twin.state.ends == sequence.state.ends
+    before = deepcopy(sequence.state.ends)
     asked.sequences[:] = [twin]
     assert paths_of(proposer.propose(asked)) == paths_of(drafted(proposer, twin.tokens))
-    assert one.state.ends == before
+    assert sequence.state.ends == before
     proposer.close(twin.state)
-    asked.sequences[:] = [one]
-    assert paths_of(proposer.propose(asked)) == paths_of(drafted(proposer, one.tokens))
+    asked.sequences[:] = [sequence]
+    assert paths_of(proposer.propose(asked)) == paths_of(drafted(proposer, sequence.tokens))
 
 
 @pytest.mark.parametrize(

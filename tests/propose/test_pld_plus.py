@@ -41,13 +41,13 @@ def hidden(text):
 def naive(text, depth, state=hidden):
     """What follows the occurrence of the last token with the most similar state before it, of equals the latest."""
     last = state(text[:-1])
-    places = [place for place in range(1, len(text) - 1) if text[place] == text[-1]]
+    places = [n for n in range(1, len(text) - 1) if text[n] == text[-1]]
     if not places:
         return []
-    place = max(places, key=lambda one: (float(torch.cosine_similarity(state(text[:one]), last, dim=0)), one))
+    best = max(places, key=lambda end: (float(torch.cosine_similarity(state(text[:end]), last, dim=0)), end))
     drafted = list(text)
     for step in range(depth):
-        drafted.append(drafted[place + 1 + step])
+        drafted.append(drafted[best + 1 + step])
     return drafted[len(text) :]
 
 
@@ -55,13 +55,13 @@ def sequence(proposer, text=()):
     return SimpleNamespace(tokens=list(text), state=proposer.init(None))
 
 
-def compute(proposer, one, size=99):
+def compute(proposer, seq, size=99):
     """Observe all tokens but the last one, as computed in chunks of ``size``."""
-    start = one.state.end
-    while start < len(one.tokens) - 1:
-        end = min(start + size, len(one.tokens) - 1)
-        states = torch.stack([hidden(one.tokens[: place + 1]) for place in range(start, end)])
-        proposer.observe([Observation(one, start, one.tokens[start : end + 1], states)])
+    start = seq.state.end
+    while start < len(seq.tokens) - 1:
+        end = min(start + size, len(seq.tokens) - 1)
+        states = torch.stack([hidden(seq.tokens[: n + 1]) for n in range(start, end)])
+        proposer.observe([Observation(seq, start, seq.tokens[start : end + 1], states)])
         start = end
 
 
@@ -77,17 +77,17 @@ def drafted(proposer, *sequences):
 def test_the_draft_is_a_naive_twin_s_through_growth_rewinds_and_forks(edits, depth):
     """Each edit removes tokens and appends others, which are computed in chunks; forks are independent."""
     proposer = PldPlus(depth, 1)
-    one, left = sequence(proposer), []
+    live, left = sequence(proposer), []
     for back, new, size, forks in edits:
         if forks:
-            left.append(SimpleNamespace(tokens=list(one.tokens), state=proposer.fork(one.state)))
-        kept = max(0, len(one.tokens) - back)
-        if kept < one.state.end:
-            proposer.rewind(one.state, kept)
-        one.tokens[kept:] = new
-        compute(proposer, one, size)
-        assert drafted(proposer, one) == [naive(one.tokens, depth)]
-    together = [one, *(other for other in left if len(other.tokens) > 1)]
+            left.append(SimpleNamespace(tokens=list(live.tokens), state=proposer.fork(live.state)))
+        kept = max(0, len(live.tokens) - back)
+        if kept < live.state.end:
+            proposer.rewind(live.state, kept)
+        live.tokens[kept:] = new
+        compute(proposer, live, size)
+        assert drafted(proposer, live) == [naive(live.tokens, depth)]
+    together = [live, *(other for other in left if len(other.tokens) > 1)]
     assert drafted(proposer, *together) == [naive(each.tokens, depth) for each in together]
     for other in left:
         other.tokens += [1, 2, 1]
@@ -98,44 +98,44 @@ def test_the_draft_is_a_naive_twin_s_through_growth_rewinds_and_forks(edits, dep
 def test_the_context_decides_between_occurrences():
     proposer = PldPlus(2, 1)
     text = [0, 1, 5, 7, 7, 0, 2, 5, 6, 6, 0, 1, 5]  # 5 after 0 1, and after 0 2; now after 0 1
-    one = sequence(proposer, text)
-    compute(proposer, one)
-    assert drafted(proposer, one) == [[7, 7]]
+    live = sequence(proposer, text)
+    compute(proposer, live)
+    assert drafted(proposer, live) == [[7, 7]]
 
 
 def test_nothing_is_drafted_where_several_tokens_are_pending():
     proposer = PldPlus(2, 1)
-    one = sequence(proposer, [1, 2, 1, 2, 1])
-    assert drafted(proposer, one) == [[]]
-    compute(proposer, one)
-    assert drafted(proposer, one) == [[2, 1]]
-    one.tokens += [2]
-    assert drafted(proposer, one) == [[]]
+    live = sequence(proposer, [1, 2, 1, 2, 1])
+    assert drafted(proposer, live) == [[]]
+    compute(proposer, live)
+    assert drafted(proposer, live) == [[2, 1]]
+    live.tokens += [2]
+    assert drafted(proposer, live) == [[]]
 
 
 def test_the_first_position_and_those_after_a_gap_have_no_known_context():
     proposer = PldPlus(1, 1)
-    one = sequence(proposer, [4, 3, 4])
-    compute(proposer, one)
-    assert drafted(proposer, one) == [[]]
-    proposer.observe([Observation(one, 5, [3, 4, 3], torch.eye(3))])
-    one.tokens[:] = [9, 9, 9, 9, 9, 3, 4, 3, 3]
-    assert drafted(proposer, one) == [[3]]
-    proposer.rewind(one.state, 2)
-    assert one.state.end == 2 and not any(one.state.places.values())
+    live = sequence(proposer, [4, 3, 4])
+    compute(proposer, live)
+    assert drafted(proposer, live) == [[]]
+    proposer.observe([Observation(live, 5, [3, 4, 3], torch.eye(3))])
+    live.tokens[:] = [9, 9, 9, 9, 9, 3, 4, 3, 3]
+    assert drafted(proposer, live) == [[3]]
+    proposer.rewind(live.state, 2)
+    assert live.state.end == 2 and not any(live.state.places.values())
 
 
 def test_no_more_than_the_most_recent_occurrences_are_compared():
     proposer = PldPlus(1, 1)
-    one = sequence(proposer, [0, 1, 8] + [2, 1, 9] * SCAN + [0, 1])
+    live = sequence(proposer, [0, 1, 8] + [2, 1, 9] * SCAN + [0, 1])
     state = {0: [1.0, 0, 0], 2: [0, 1.0, 0]}
-    states = torch.tensor([state.get(token, [0, 0, 1.0]) for token in one.tokens[:-1]])
-    proposer.observe([Observation(one, 0, one.tokens, states)])
-    assert drafted(proposer, one) == [[9]]
-    one.tokens[3:6] = []
-    one.state = proposer.init(None)
-    proposer.observe([Observation(one, 0, one.tokens, torch.cat([states[:3], states[6:]]))])
-    assert drafted(proposer, one) == [[8]]
+    states = torch.tensor([state.get(token, [0, 0, 1.0]) for token in live.tokens[:-1]])
+    proposer.observe([Observation(live, 0, live.tokens, states)])
+    assert drafted(proposer, live) == [[9]]
+    live.tokens[3:6] = []
+    live.state = proposer.init(None)
+    proposer.observe([Observation(live, 0, live.tokens, torch.cat([states[:3], states[6:]]))])
+    assert drafted(proposer, live) == [[8]]
 
 
 # On a target ---------------------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def states_of(target, layer):
         if not text:
             return None
         with torch.no_grad():
-            found = target.lm.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
-        return found.hidden_states[layer][0, -1]
+            output = target.lm.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        return output.hidden_states[layer][0, -1]
 
     return state
 
@@ -166,26 +166,26 @@ def test_drafts_follow_the_target_s_hidden_states(target, make, layer):
     every = [tuple(n * step % VOCABULARY for n in range(VOCABULARY)) for step in (1, 7, 25)]  # each token three times
     wanted, compared = requests(WARM, prompts=(sum(every, ()), sum(every[::-1], ()))), 0
     for number, (info, before) in enumerate(steps_after_texts(target, make(target, layer), wanted)):
-        for tree, one in enumerate(before if number else ()):
-            expected = naive(one.tokens, 3, states_of(target, layer))
+        for tree, seq in enumerate(before if number else ()):
+            expected = naive(seq.tokens, 3, states_of(target, layer))
             paths = [path_tokens(info.draft, row) for row in info.draft.shape.trees[tree].tolist()]
             assert expected in paths
             compared += bool(expected)
     assert compared > 20
 
 
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 def test_greedy_output_is_the_target_s_and_drafts_are_accepted(target, truth, verifier):
     group, steps = decode(target, PldPlus(4, 1), requests(), verifier)
     assert emitted(group) == truth
-    assert steps[0].draft.shape.nodes == 0 and any(done.path for one in steps for done in one.committed)
+    assert steps[0].draft.shape.nodes == 0 and any(done.path for step in steps for done in step.committed)
 
 
 @pytest.mark.parametrize("limits", [Limits(2), Limits(None, 3), Limits(3, 3, 40)], ids=["two", "chunks", "preempted"])
 def test_requests_that_come_and_go_have_the_same_output(target, truth, limits):
     engine = Engine(Arm(target, PldPlus(4, 1), Token(), CounterDraws(0)), limits=limits)
-    for one in requests(COLD):
-        engine.add(one)
+    for request in requests(COLD):
+        engine.add(request)
     list(engine)
     assert emitted(engine) == truth
 

@@ -23,7 +23,7 @@ def sequence(tokens, state=None):
 
 
 def drafted(proposer, *texts):
-    sequences = [sequence(one, proposer.init(None)) for one in texts]
+    sequences = [sequence(text, proposer.init(None)) for text in texts]
     batch = SimpleNamespace(sequences=sequences, device="cpu", room=lambda: [99] * len(texts))
     return proposer.propose(batch)
 
@@ -34,11 +34,11 @@ def observe(proposer, rows, top_k, state=None):
 
 def naive(table, last, tree):
     """The tokens of all paths of the tree that are known."""
-    found = {(): last}
-    for path in sorted(tree, key=lambda one: (len(one), one)):
-        if path[:-1] in found and found[path[:-1]] in table:
-            found[path] = table[found[path[:-1]]][path[-1]]
-    return {path: token for path, token in found.items() if path}
+    by_path = {(): last}
+    for path in sorted(tree, key=lambda ranks: (len(ranks), ranks)):
+        if path[:-1] in by_path and by_path[path[:-1]] in table:
+            by_path[path] = table[by_path[path[:-1]]][path[-1]]
+    return {path: token for path, token in by_path.items() if path}
 
 
 def of_draft(draft, tree):
@@ -100,18 +100,18 @@ def test_the_published_tree_has_80_nodes_in_6_levels():
 
 
 @pytest.mark.parametrize("scope", ["run", "request"])
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 def test_greedy_output_is_the_target_s_and_drafts_are_accepted(target, truth, verifier, scope):
     group, steps = decode(target, Recycling(VOCABULARY, parse("3x2x1"), scope), requests(), verifier)
     assert emitted(group) == truth
-    assert all(one.draft.shape.nodes == 0 for one in steps[:1]) and any(one.draft.shape.nodes for one in steps[1:])
+    assert all(step.draft.shape.nodes == 0 for step in steps[:1]) and any(step.draft.shape.nodes for step in steps[1:])
 
 
 def test_the_table_holds_the_target_s_likeliest_tokens_of_rejected_rows_too(target):
     proposer = Recycling(VOCABULARY, parse("3x2"))
     _, steps = decode(target, proposer, requests(WARM, prompts=PROMPTS[:1]))
-    drafts = {int(token) for one in steps for token in one.draft.token}
-    accepted = {token for one in steps for done in one.committed for token, _, _ in done.tokens}
+    drafts = {int(token) for step in steps for token in step.draft.token}
+    accepted = {token for step in steps for done in step.committed for token, _, _ in done.tokens}
     rejected = drafts - accepted
     assert rejected and all((proposer._shared[token] >= 0).all() for token in rejected)
 
@@ -128,4 +128,4 @@ def test_wrong_options_are_named(options, message):
 def test_cold_and_warm_requests_share_a_batch(target):
     wanted = [*requests(COLD)[:1], *requests(WARM)[1:]]
     group, _ = decode(target, Recycling(VOCABULARY, parse("2x2")), wanted)
-    assert [len(one) for one in emitted(group)] == [20, 20, 20]
+    assert [len(text) for text in emitted(group)] == [20, 20, 20]

@@ -27,46 +27,46 @@ def timed(machine, tokens=TOKENS, **options):
 
 def test_sizes_alternate_in_both_directions():
     machine = Machine()
-    found = timed(machine)
+    timing = timed(machine)
     rising = list(TRUE)
     assert machine.visited == rising * WARM_UP + (rising + rising[::-1]) * (PASSES // 2)
-    assert found.seconds == pytest.approx(TRUE)
-    assert found.spread == dict.fromkeys(TRUE, 0.0)
-    assert found.steps == PASSES * (VISIT - 1)
-    assert found.steady
+    assert timing.seconds == pytest.approx(TRUE)
+    assert timing.spread == dict.fromkeys(TRUE, 0.0)
+    assert timing.steps == PASSES * (VISIT - 1)
+    assert timing.steady
 
 
 def test_disturbed_steps_do_not_count():
-    found = timed(Machine(lambda visit: 0.5 * (visit % 3 == 0)))
-    assert found.seconds == pytest.approx(TRUE)
-    assert found.steady
+    timing = timed(Machine(lambda visit: 0.5 * (visit % 3 == 0)))
+    assert timing.seconds == pytest.approx(TRUE)
+    assert timing.steady
 
 
 def test_sizes_above_the_largest_fast_enough_one_are_not_timed():
     true = {0: 0.010, 1: 0.011, 2: 0.090, 3: 0.090, 4: 0.012, 5: 0.090, 6: 0.090}
-    found = timed(Machine(true=true), dict.fromkeys(true, 1.0))
-    assert list(found.seconds) == [0, 1, 2, 3, 4]
+    timing = timed(Machine(true=true), dict.fromkeys(true, 1.0))
+    assert list(timing.seconds) == [0, 1, 2, 3, 4]
 
 
 def test_an_unsteady_measurement_is_extended_and_then_not_trusted():
-    found = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2)))  # load in every other pass
-    assert not found.steady
-    assert found.overall_spread > 0.3
-    assert found.steps == BLOCKS * PASSES * (VISIT - 1), "bounded"
+    timing = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2)))  # load in every other pass
+    assert not timing.steady
+    assert timing.overall_spread > 0.3
+    assert timing.steps == BLOCKS * PASSES * (VISIT - 1), "bounded"
 
 
 def test_a_measurement_becomes_steady_when_the_load_ends():
     loud = (WARM_UP + PASSES) * len(TRUE)
-    found = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2) if visit <= loud else 0.0))
-    assert found.steady
-    assert found.seconds == pytest.approx(TRUE)
-    assert found.steps == 2 * PASSES * (VISIT - 1)
+    timing = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2) if visit <= loud else 0.0))
+    assert timing.steady
+    assert timing.seconds == pytest.approx(TRUE)
+    assert timing.steps == 2 * PASSES * (VISIT - 1)
 
 
 def test_timing_on_a_slow_machine_is_bounded():
     slow = Machine(lambda visit: 20.0 * (visit - 1 + visit % 5))
-    found = timed(slow, seconds=3.0)
-    assert found.steps == 2 * (VISIT - 1)
+    timing = timed(slow, seconds=3.0)
+    assert timing.steps == 2 * (VISIT - 1)
 
 
 @pytest.mark.parametrize(

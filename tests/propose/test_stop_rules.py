@@ -46,10 +46,10 @@ def test_rules_follow_their_papers(rule):
     probs = torch.rand(200, V, generator=generator, dtype=torch.float64) ** 4
     probs /= probs.sum(-1, keepdim=True)
     path, threshold = torch.rand(2, 200, generator=generator, dtype=torch.float64)
-    found = RULES[rule](probs, path, threshold).tolist()
+    stops = RULES[rule](probs, path, threshold).tolist()
     rows = zip(probs.tolist(), path.tolist(), threshold.tolist(), strict=True)
-    assert found == [stops_at(RULES[rule], *row) for row in rows]
-    assert len(set(found)) == 2
+    assert stops == [stops_at(RULES[rule], *row) for row in rows]
+    assert len(set(stops)) == 2
 
 
 def check_ends(rule, threshold, draft, above, logits, may_grow):
@@ -86,8 +86,8 @@ def test_static_trees_end_where_the_rule_stops(rule, threshold, on_host):
         above = [0, 1]
         for node in range(draft.shape.nodes):
             parent = draft.shape.parent[node]
-            place = draft.shape.children[parent].tolist().index(node + 2)
-            above.append(int(whole.shape.children[above[parent]][place]))
+            rank = draft.shape.children[parent].tolist().index(node + 2)
+            above.append(int(whole.shape.children[above[parent]][rank]))
         logits = Table(shape.rows, seed, 0.0).logits
         assert draft.token.tolist() == [int(whole.token[row - 2]) for row in above[2:]]
         ended += check_ends(rule, threshold, draft, above, logits, lambda row, a=above: len(shape.children[a[row]]))

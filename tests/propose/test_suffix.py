@@ -33,8 +33,8 @@ def small_blocks(monkeypatch):
 def naive_order(texts, longest, end=-1):
     """(text, position) of every position with a context, sorted by reversed contexts, which end at the text's start."""
 
-    def context(one):
-        text, position = one
+    def context(match):
+        text, position = match
         before = texts[text][max(0, position - longest) : position][::-1]
         return before + [end] * (longest - len(before))
 
@@ -57,12 +57,12 @@ def naive_spread(items, wanted):
 def naive_matches(texts, context, longest, least, most, end=-1):
     """((text, position), match) of the occurrences."""
     order = naive_order(texts, longest, end)
-    match = {one: naive_match(texts[one[0]], one[1], context, longest) for one in order}
-    found = []
+    match = {position: naive_match(texts[position[0]], position[1], context, longest) for position in order}
+    matches = []
     for length in range(longest, least - 1, -1):
-        chosen = naive_spread([one for one in order if match[one] == length], most - len(found))
-        found += [(one, length) for one in sorted(chosen, reverse=True)] if len(found) < most else []
-    return found
+        chosen = naive_spread([position for position in order if match[position] == length], most - len(matches))
+        matches += [(position, length) for position in sorted(chosen, reverse=True)] if len(matches) < most else []
+    return matches
 
 
 def naive_draft(rows, budget, children, min_share):
@@ -73,11 +73,14 @@ def naive_draft(rows, budget, children, min_share):
 
     def open_below(path):
         nonlocal born
-        below = sorted((one for one in count if one[:-1] == path), key=lambda one: (-count[one], first[one]))
-        for one in below[:children]:
-            if count[one] / len(rows) >= min_share:
+        below = sorted(
+            (child for child in count if child[:-1] == path),
+            key=lambda path_below: (-count[path_below], first[path_below]),
+        )
+        for child in below[:children]:
+            if count[child] / len(rows) >= min_share:
                 born += 1
-                reachable.append((-count[one], born, one))
+                reachable.append((-count[child], born, child))
 
     open_below(())
     while reachable and len(drafted) < budget:
@@ -92,9 +95,9 @@ def naive_best(sources, context, longest, rules):
     """(score, paths) of the best draft over sources and match lengths."""
     best = (0.0, [])
     for texts in sources:
-        found = naive_matches(texts, context, longest, rules.min_match, rules.occurrences)
-        for length in sorted({length for _, length in found}, reverse=True):
-            rows = [texts[t][p : p + rules.depth] for (t, p), match in found if match >= length]
+        matches = naive_matches(texts, context, longest, rules.min_match, rules.occurrences)
+        for length in sorted({length for _, length in matches}, reverse=True):
+            rows = [texts[t][p : p + rules.depth] for (t, p), match in matches if match >= length]
             drafted = naive_draft(rows, rules.budget(length), rules.children, rules.min_share)
             score = sum(count for _, count in drafted) / len(rows)
             if score > best[0]:
@@ -110,8 +113,8 @@ def found_by(source, context, least, most):
     return [(position, length) for length, places in levels for position in places]
 
 
-def continued(source, found, count):
-    return source.continuations([position for position, _ in found], count)
+def continued(source, matches, count):
+    return source.continuations([position for position, _ in matches], count)
 
 
 # The index -------------------------------------------------------------------------------------------------------
@@ -137,9 +140,9 @@ def test_the_index_of_a_text_that_grows_and_is_rewound(tokens, edits, longest, m
         check_structure(index)
         assert index.positions == [position for _, position in naive_order([tokens], longest)]
         for least in (1, 2):
-            found = found_by(index, tokens, least, most)
-            assert [((0, p), m) for p, m in found] == naive_matches([tokens], tokens, longest, least, most)
-            assert continued(index, found, 3) == [tokens[p : p + 3] for p, _ in found]
+            matches = found_by(index, tokens, least, most)
+            assert [((0, p), m) for p, m in matches] == naive_matches([tokens], tokens, longest, least, most)
+            assert continued(index, matches, 3) == [tokens[p : p + 3] for p, _ in matches]
 
 
 @given(st.lists(TEXT, max_size=9), st.lists(st.booleans(), max_size=9), TEXT, st.integers(1, 5), st.integers(1, 9))
@@ -155,20 +158,20 @@ def test_several_texts_are_not_joined_and_the_oldest_is_forgotten(texts, drops, 
             kept, starts = kept[1:], starts[1:]
         check_structure(index)
         assert index.positions == [starts[t] + p for t, p in naive_order(kept, longest)]
-        found = found_by(index, context, 1, most)
+        matches = found_by(index, context, 1, most)
         naive = naive_matches(kept, context, longest, 1, most)
-        assert found == [(starts[t] + p, match) for (t, p), match in naive]
-        assert continued(index, found, 4) == [kept[t][p : p + 4] for (t, p), _ in naive]
+        assert matches == [(starts[t] + p, match) for (t, p), match in naive]
+        assert continued(index, matches, 4) == [kept[t][p : p + 4] for (t, p), _ in naive]
 
 
 # Drafts ----------------------------------------------------------------------------------------------------------
 
 
 def paths(parents, tokens):
-    found = [()]
+    node_paths = [()]
     for parent, token in zip(parents, tokens, strict=True):
-        found.append((*found[parent], token))
-    return found[1:]
+        node_paths.append((*node_paths[parent], token))
+    return node_paths[1:]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 3))
@@ -244,17 +247,17 @@ def test_the_own_text_wins_ties_and_a_better_score_wins():
 def test_a_fork_drafts_from_a_text_of_its_own():
     proposer = Suffix.load(None)
     asked = batch(proposer, [1, 2, 3, 1, 2])
-    (one,) = asked.sequences
+    (sequence,) = asked.sequences
     proposer.propose(asked)
-    twin = SimpleNamespace(tokens=[1, 2, 9, 1], state=proposer.fork(one.state))
+    twin = SimpleNamespace(tokens=[1, 2, 9, 1], state=proposer.fork(sequence.state))
     proposer.rewind(twin.state, 2)
-    before = one.state.own.positions
+    before = sequence.state.own.positions
     asked.sequences[:] = [twin]
     assert drafted(proposer, asked) == drafted(proposer, batch(proposer, twin.tokens))
-    assert one.state.own.positions == before
-    one.tokens += [3]
-    asked.sequences[:] = [one]
-    assert drafted(proposer, asked) == drafted(proposer, batch(proposer, one.tokens))
+    assert sequence.state.own.positions == before
+    sequence.tokens += [3]
+    asked.sequences[:] = [sequence]
+    assert drafted(proposer, asked) == drafted(proposer, batch(proposer, sequence.tokens))
 
 
 def test_responses_are_forgotten_oldest_first_and_all_at_once():

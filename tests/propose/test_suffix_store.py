@@ -43,14 +43,14 @@ def made(folder, documents, size):
 
 def starts_of(documents):
     """Where each document begins in ``tokens.npy``."""
-    return np.cumsum([1, *(len(one) + 1 for one in documents)]).tolist()
+    return np.cumsum([1, *(len(document) + 1 for document in documents)]).tolist()
 
 
 @pytest.mark.nightly
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=6).filter(
-        lambda documents: any(len(one) > 1 for one in documents)
+        lambda documents: any(len(document) > 1 for document in documents)
     ),
     st.lists(st.lists(st.integers(0, 4), max_size=20), min_size=1, max_size=4),
     st.integers(1, 3),
@@ -64,7 +64,7 @@ def test_matches_are_those_of_a_naive_search(tmp_path_factory, documents, contex
         patch.setattr(suffix_build, "BUCKET", 7)
         patch.setattr(suffix_build, "CHUNK", 5)
         folder = tmp_path_factory.mktemp("store") / "out"
-        shifted = [[token + shift for token in one] for one in documents]
+        shifted = [[token + shift for token in document] for document in documents]
         store = made(folder, shifted, size)
     assert store.tokens.dtype == (np.uint32 if large else np.uint16)
     starts = starts_of(documents)
@@ -72,10 +72,10 @@ def test_matches_are_those_of_a_naive_search(tmp_path_factory, documents, contex
     for context in [*contexts, *documents]:
         context = [token + shift for token in context]
         naive = naive_matches(shifted, context, 16, least, most, end=size)
-        found = found_by(store, context, least, most)
-        assert found == [(starts[t] + p, match) for (t, p), match in naive]
-        if found:
-            assert continued(store, found, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
+        matches = found_by(store, context, least, most)
+        assert matches == [(starts[t] + p, match) for (t, p), match in naive]
+        if matches:
+            assert continued(store, matches, 4) == [shifted[t][p : p + 4] for (t, p), _ in naive]
 
 
 def test_documents_are_not_joined(tmp_path):
@@ -209,4 +209,4 @@ def test_the_command_builds_a_store_for_a_target(tmp_path, capsys):
     corpus.write_text('{"prompt": "x"}\n')
     assert command(["index", str(corpus), str(tmp_path / "more"), "--tokenizer", str(ZOO)]) == 1
     assert "corpus.jsonl:1: the field 'text' is missing" in capsys.readouterr().err
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out"]

@@ -138,7 +138,7 @@ def test_recurrence_equals_brute_force(accuracy):
         if not every:
             assert tokens[nodes] == -np.inf
             continue
-        assert tokens[nodes] == pytest.approx(max(expected_tokens(one, value) for one in every), abs=1e-12)
+        assert tokens[nodes] == pytest.approx(max(expected_tokens(candidate, value) for candidate in every), abs=1e-12)
         assert len(trees[nodes]) == nodes
         assert expected_tokens(trees[nodes], value) == pytest.approx(tokens[nodes], abs=1e-12)
 

@@ -44,12 +44,12 @@ class Fixed(Proposer):
 
     def observe(self, observed):
         self.seen += observed
-        for one in observed:
-            one.sequence.state.append(one)
+        for observation in observed:
+            observation.sequence.state.append(observation)
 
 
 def union(*parts, nodes=None, **options):
-    return Union.load(None, {f"p{n}": one for n, one in enumerate(parts)}, nodes, **options)
+    return Union.load(None, {f"p{n}": part for n, part in enumerate(parts)}, nodes, **options)
 
 
 def paths(draft, tree):
@@ -59,8 +59,8 @@ def paths(draft, tree):
 def of_tree(parent, token):
     """The paths of a tree that a Trie merges."""
     every = [()]
-    for above, own in zip(parent, token, strict=True):
-        every.append((*every[above], own))
+    for above, picked in zip(parent, token, strict=True):
+        every.append((*every[above], picked))
     return every[1:]
 
 
@@ -118,7 +118,7 @@ def test_a_draft_model_at_temperature_0_is_merged_as_points_are(target):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 @pytest.mark.parametrize("drawn", ["iid", "point"])
 def test_greedy_output_is_the_target_s(target, truth, verifier, drawn):
     tree = "1x1x1" if drawn == "iid" else "2x1"
@@ -129,18 +129,22 @@ def test_greedy_output_is_the_target_s(target, truth, verifier, drawn):
 def test_parts_observe_their_own_rows_as_if_they_were_alone(target):
     wants = Requires(hidden=(1,), top_k=2), Requires(hidden=(2, 1), logits=True), Requires()
     parts = [Fixed(1, 2, requires=wants[0]), Fixed(1, 3, requires=wants[1]), Fixed(4, requires=wants[2])]
-    alone = [Fixed(*one.tokens, requires=one.requires) for one in parts]
+    alone = [Fixed(*part.tokens, requires=part.requires) for part in parts]
     decode(target, union(*parts), requests(new=8))
     for part, single in zip(parts, alone, strict=True):
         decode(target, single, requests(new=8))
-        mine = {(one.sequence.request.id, one.start): one for one in part.seen}
+        mine = {(observation.sequence.request.id, observation.start): observation for observation in part.seen}
         compared = 0
         for other in single.seen:
-            one = mine.get((other.sequence.request.id, other.start))
-            if one is None:
+            observation = mine.get((other.sequence.request.id, other.start))
+            if observation is None:
                 continue  # another part's accepted tokens led past this position
-            assert [*one.rows] == [*other.rows]
-            for a, b in ((one.logits, other.logits), (one.top_k, other.top_k), (one.hidden, other.hidden)):
+            assert [*observation.rows] == [*other.rows]
+            for a, b in (
+                (observation.logits, other.logits),
+                (observation.top_k, other.top_k),
+                (observation.hidden, other.hidden),
+            ):
                 assert (a is None) == (b is None)
                 if a is not None:
                     width = min(len(a), len(b))
@@ -152,8 +156,8 @@ def test_parts_observe_their_own_rows_as_if_they_were_alone(target):
 def test_rows_are_not_handed_on_where_the_step_cut_the_draft(target):
     part = Fixed(1, 2, 3, requires=Requires(top_k=1))
     decode(replace(target, context=12), union(part, Fixed(2)), requests(new=8))
-    cut = [one for one in part.seen if not one.rows and not one.accepted]
-    assert cut and all(len(one.rows) in (0, 4) for one in part.seen)
+    cut = [observation for observation in part.seen if not observation.rows and not observation.accepted]
+    assert cut and all(len(observation.rows) in (0, 4) for observation in part.seen)
 
 
 def test_forks_and_rewinds_reach_every_part(target):
@@ -187,15 +191,15 @@ def test_excluding_masks_only_roots_and_keeps_a_constraint_s_mask():
 
     even.forces = True
     shape = Shape(2, np.array([0, 1]))
-    found = Excluding(even, [[2], [0, 4]], 6)(shape, np.array([0, 1, 2]), np.array([2, 3]))
-    assert [np.flatnonzero(row).tolist() for row in found] == [[0, 4], [2], [0, 2, 4]]
+    allowed = Excluding(even, [[2], [0, 4]], 6)(shape, np.array([0, 1, 2]), np.array([2, 3]))
+    assert [np.flatnonzero(row).tolist() for row in allowed] == [[0, 4], [2], [0, 2, 4]]
     assert Excluding(even, [[], []], 6).forces and not Excluding(None, [[], []], 6).forces
 
 
 def test_joined_drafts_keep_trees_tokens_and_distributions(target):
-    one, other = draft_model("2x1", "without"), draft_model("1x1", "iid")
-    batch = batch_of(target, requests(WARM), one)
-    first = one.propose(replace(batch, sequences=batch.sequences[:2]))
+    drafter, other = draft_model("2x1", "without"), draft_model("1x1", "iid")
+    batch = batch_of(target, requests(WARM), drafter)
+    first = drafter.propose(replace(batch, sequences=batch.sequences[:2]))
     last = batch_of(target, requests(WARM), other)
     second = other.propose(replace(last, sequences=last.sequences[2:]))
     joined, places = join(batch, [first, second], [[1, 0], [2]])

@@ -24,7 +24,10 @@ def decoded(target, drawn="iid", tree="2x1", sampling=WARM, verifier=None, recor
     engine = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(0), record=recording), wanted)
     infos = [info.slim() for info in engine]
     frame = pd.DataFrame(replay_rows_of(infos, 0, "speculative", target.vocabulary))
-    texts = {one.request.id: RecordedText(len(one.request.tokens), np.array(one.emitted)) for one in engine.sequences}
+    texts = {
+        sequence.request.id: RecordedText(len(sequence.request.tokens), np.array(sequence.emitted))
+        for sequence in engine.sequences
+    }
     facts = {"name": f"draft_{proposer.plan.kind}", **proposer.facts}
     return of_rows(frame, "speculative", texts, facts), pd.DataFrame(rows_of(infos, 0, "speculative")[1])
 

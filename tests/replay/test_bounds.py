@@ -51,17 +51,17 @@ def quiet() -> Console:
 def recorded(tmp_path_factory):
     """A finished run of a sampled chain, of points and of the baseline."""
     out = tmp_path_factory.mktemp("bounds") / "out"
-    one = lab(temperature=1.0, proposer=named("1x1"), more_proposers={"repeat": Repeat()})
-    assert run(one, settings(out, record="replay", record_top=61), CONFIG, quiet()) == 0
+    laboratory = lab(temperature=1.0, proposer=named("1x1"), more_proposers={"repeat": Repeat()})
+    assert run(laboratory, settings(out, record="replay", record_top=61), CONFIG, quiet()) == 0
     return out
 
 
 def by_name(arm):
-    return {one.name: one for one in arm.verifiers}
+    return {verifier.name: verifier for verifier in arm.verifiers}
 
 
-def total(arm, one):
-    return sum(value.mean for value in one.lost.values()) + one.tau.mean - arm.depth - 1
+def total(arm, verifier):
+    return sum(value.mean for value in verifier.lost.values()) + verifier.tau.mean - arm.depth - 1
 
 
 @pytest.mark.each_value
@@ -71,15 +71,15 @@ def test_parts_sum_to_what_is_lost(target, drawn, shape):
     trees, _ = decoded(target, drawn, shape)
     arm = bounds_of(used(trees, "token"))
     assert not arm.needs and arm.kind == ("exact" if drawn == "point" or shape == "1x1" else "bound")
-    order = [(not one.lossless, -one.tau.mean) for one in arm.verifiers]
-    assert order == sorted(order) and {one.lossless for one in arm.verifiers} == {True, False}
-    for one in arm.verifiers:
-        assert total(arm, one) == pytest.approx(0, abs=1e-12)
-        assert one.used == (one.name == "token") and one.unknown == 0
-        assert one.lost["tree"].mean >= 0 and one.lost["draft"].mean >= -1e-12
-        if one.lossless:
-            assert one.lost["verifier"].mean >= -1e-12
-            assert np.isnan([one.tau.low, one.tau.high]).all(), "fewer than eight requests have no interval"
+    order = [(not verifier.lossless, -verifier.tau.mean) for verifier in arm.verifiers]
+    assert order == sorted(order) and {verifier.lossless for verifier in arm.verifiers} == {True, False}
+    for verifier in arm.verifiers:
+        assert total(arm, verifier) == pytest.approx(0, abs=1e-12)
+        assert verifier.used == (verifier.name == "token") and verifier.unknown == 0
+        assert verifier.lost["tree"].mean >= 0 and verifier.lost["draft"].mean >= -1e-12
+        if verifier.lossless:
+            assert verifier.lost["verifier"].mean >= -1e-12
+            assert np.isnan([verifier.tau.low, verifier.tau.high]).all(), "fewer than eight requests have no interval"
     assert by_name(arm)[arm.best].lost["verifier"].mean == pytest.approx(0, abs=1e-12)
 
 
@@ -87,20 +87,20 @@ def test_parts_sum_to_what_is_lost(target, drawn, shape):
 def test_a_chain_s_nodes_are_optimal_by_token_and_whole_chains_by_traversal(target, shape):
     trees, _ = decoded(target, "iid", shape)
     arm = bounds_of(used(trees, "token"))
-    found = by_name(arm)
-    assert found["token"].share_first.mean == pytest.approx(1.0, abs=1e-9), "1 - TV is the optimum of one child"
-    assert found["traversal"].share.mean == pytest.approx(1.0, abs=1e-12)
-    assert found["traversal"].lost["open"].mean == pytest.approx(0, abs=1e-12)
-    assert arm.optimum.mean == found["traversal"].tau.mean
-    assert found["match"].share_first.mean < 1
+    arms = by_name(arm)
+    assert arms["token"].share_first.mean == pytest.approx(1.0, abs=1e-9), "1 - TV is the optimum of one child"
+    assert arms["traversal"].share.mean == pytest.approx(1.0, abs=1e-12)
+    assert arms["traversal"].lost["open"].mean == pytest.approx(0, abs=1e-12)
+    assert arm.optimum.mean == arms["traversal"].tau.mean
+    assert arms["match"].share_first.mean < 1
 
 
 def test_points_are_accepted_as_often_as_their_tokens_by_every_lossless_verifier(target):
     trees, _ = decoded(target, "point", "2x1")
     arm = bounds_of(used(trees, "match"))
-    for one in arm.verifiers:
-        if one.lossless:
-            assert [one.share.mean, one.share_first.mean] == pytest.approx([1.0, 1.0])
+    for verifier in arm.verifiers:
+        if verifier.lossless:
+            assert [verifier.share.mean, verifier.share_first.mean] == pytest.approx([1.0, 1.0])
     assert arm.deterministic.mean >= arm.optimum.mean - 1e-9
 
 
@@ -125,7 +125,7 @@ def test_a_better_tree_is_the_best_of_all_trees_of_as_many_nodes():
         shape, torch.tensor([0, 1, 2, 3, 4, 5, 6]), "iid", torch.from_numpy(q[:2]), np.append([0, 1], [-1] * 6)
     )
     accuracy = by_rank(draft, torch.from_numpy(p), np.ones(8), 7)
-    paths = [(rank,) for rank in range(7)] + [(one, two) for one in range(4) for two in range(5)]
+    paths = [(rank,) for rank in range(7)] + [(above, two) for above in range(4) for two in range(5)]
 
     def is_tree(nodes):
         return all((path[:-1] in nodes or len(path) == 1) and (not path[-1] or (*path[:-1], path[-1] - 1) in nodes)
@@ -134,10 +134,10 @@ def test_a_better_tree_is_the_best_of_all_trees_of_as_many_nodes():
     best = max(
         modelled(tree(nodes), accuracy)[0] for nodes in map(tuple, combinations(paths, 7)) if is_tree(set(nodes))
     )
-    own = modelled(shape, accuracy)[0]
-    assert best > own + 0.05
+    modelled_tau = modelled(shape, accuracy)[0]
+    assert best > modelled_tau + 0.05
     gain = tree_gain(by_hand(draft, p), draft, torch.from_numpy(p), np.ones(8))
-    assert gain[0] == pytest.approx(best - own)
+    assert gain[0] == pytest.approx(best - modelled_tau)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -147,8 +147,8 @@ def test_closed_forms_are_the_enumerated_acceptance(verifier, count):
         world = World(seed)
         draft, probability = every_draft(world, tree(parse(str(count))), "iid")
         enumerated = Outputs.of_drafts(world, verifier, draft, probability).accepted
-        own = acceptance(verifier, world.p(())[None], world.q(())[None], np.array([count]))
-        assert own[0] == pytest.approx(enumerated, abs=1e-12)
+        rates = acceptance(verifier, world.p(())[None], world.q(())[None], np.array([count]))
+        assert rates[0] == pytest.approx(enumerated, abs=1e-12)
     assert acceptance(KSeq(), np.ones((1, 1)), np.ones((1, 1)), np.array([1])) is None
 
 
@@ -228,12 +228,12 @@ def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path)
 
 @pytest.mark.nightly
 def test_a_study_has_them_too(tmp_path):
-    one = lab(temperature=1.0, proposer=named("2x1"), verifiers={"token": Token(), "kseq": KSeq()})
-    own = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)
-    assert study_verifiers(one, own, CONFIG, quiet(), every=4, repeats=1) == 0
+    laboratory = lab(temperature=1.0, proposer=named("2x1"), verifiers={"token": Token(), "kseq": KSeq()})
+    options = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)
+    assert study_verifiers(laboratory, options, CONFIG, quiet(), every=4, repeats=1) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    found = summary["bounds"]["speculative"]
+    figures = summary["bounds"]["speculative"]
     expected = summary["proposers"]["speculative"]["verifiers"]["kseq"]["expected_accepted"]["mean"]
-    assert found["verifiers"]["kseq"]["tau"]["mean"] == pytest.approx(1 + expected, rel=1e-5)
+    assert figures["verifiers"]["kseq"]["tau"]["mean"] == pytest.approx(1 + expected, rel=1e-5)
     share = summary["proposers"]["speculative"]["verifiers"]["kseq"]["share_of_bound"]["mean"]
-    assert share > 0 and 0.7 < found["verifiers"]["kseq"]["share_first"]["mean"] <= 1.3
+    assert share > 0 and 0.7 < figures["verifiers"]["kseq"]["share_first"]["mean"] <= 1.3

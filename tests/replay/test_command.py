@@ -40,8 +40,8 @@ def named(tree, drawn="iid"):
 def recorded(tmp_path_factory):
     """A finished run with two arms and a baseline."""
     out = tmp_path_factory.mktemp("recorded") / "out"
-    one = lab(temperature=1.0, proposer=named("2x1"), more_proposers={"repeat": Repeat()})
-    assert run(one, settings(out, record="replay", record_top=8), CONFIG, quiet()) == 0
+    laboratory = lab(temperature=1.0, proposer=named("2x1"), more_proposers={"repeat": Repeat()})
+    assert run(laboratory, settings(out, record="replay", record_top=8), CONFIG, quiet()) == 0
     return out
 
 
@@ -49,12 +49,12 @@ def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded
     steps = metrics.load(recorded).steps
     trees = read(recorded)
     assert sorted(trees) == ["repeat", "speculative"]
-    for name, one in trees.items():
-        own = steps[steps["arm"] == name].sort_values(["group", "request", "sequence", "round"])
-        assert one.steps["round"].tolist() == own["round"].tolist()
-        assert (one.shape.sizes - 1 == own["nodes"].to_numpy()).all()
-        assert one.steps["position"].tolist() == own["context"].tolist()
-        assert one.shape.sizes.min() > 1 and len(one.texts) == len(TEXTS)
+    for name, tree in trees.items():
+        rows = steps[steps["arm"] == name].sort_values(["group", "request", "sequence", "round"])
+        assert tree.steps["round"].tolist() == rows["round"].tolist()
+        assert (tree.shape.sizes - 1 == rows["nodes"].to_numpy()).all()
+        assert tree.steps["position"].tolist() == rows["context"].tolist()
+        assert tree.shape.sizes.min() > 1 and len(tree.texts) == len(TEXTS)
     assert trees["speculative"].ids.shape[1] == 8 and not (recorded / "parts").exists()
 
 
@@ -62,11 +62,11 @@ def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded
 def test_a_resumed_run_records_what_an_uninterrupted_one_does(tmp_path, monkeypatch):
     """Also of a share of the steps; with other recorded tokens the run is another one, and refused."""
     config = {**CONFIG, "record_top": 8}
-    own = dict(record="replay", record_top=8, record_share=0.5, batch_size=1, max_new_tokens=8)
+    facts = dict(record="replay", record_top=8, record_share=0.5, batch_size=1, max_new_tokens=8)
 
     def decode(name, **changed):
-        one = lab(TEXTS[:2], temperature=1.0, proposer=named("1x1"))
-        return run(one, settings(tmp_path / name, **own | changed), config | changed, quiet())
+        laboratory = lab(TEXTS[:2], temperature=1.0, proposer=named("1x1"))
+        return run(laboratory, settings(tmp_path / name, **facts | changed), config | changed, quiet())
 
     right, calls = benchmark.decode_group, []
 
@@ -94,13 +94,13 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(tmp_path, monkeypa
 
 @pytest.mark.nightly
 def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
-    found = []
+    tables = []
     for name in ("one", "two"):
-        one = lab(temperature=1.0, proposer=named("1x1"))
-        assert run(one, settings(tmp_path / name, record="replay", record_share=0.4), CONFIG, quiet()) == 0
-        found.append(read(tmp_path / name)["speculative"].steps)
-    pd.testing.assert_frame_equal(*found)
-    assert 0.2 < len(found[0]) / (metrics.load(tmp_path / "one").steps["arm"] == "speculative").sum() < 0.6
+        laboratory = lab(temperature=1.0, proposer=named("1x1"))
+        assert run(laboratory, settings(tmp_path / name, record="replay", record_share=0.4), CONFIG, quiet()) == 0
+        tables.append(read(tmp_path / name)["speculative"].steps)
+    pd.testing.assert_frame_equal(*tables)
+    assert 0.2 < len(tables[0]) / (metrics.load(tmp_path / "one").steps["arm"] == "speculative").sum() < 0.6
 
 
 @pytest.mark.nightly
@@ -109,9 +109,9 @@ def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_
     config = {**CONFIG, "verifier": {"_target_": "spec_lab.verify.Lenient", "lenience": 0.5}}
     run(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient), settings(tmp_path / "run", record="replay"),
         config, quiet())  # fmt: skip
-    own = settings(tmp_path / "study", record="replay", record_top=61, batch_size=1)
+    options = settings(tmp_path / "study", record="replay", record_top=61, batch_size=1)
     verifiers = {"lenient": lenient, "token": token}
-    study_verifiers(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient, verifiers=verifiers), own, config,
+    study_verifiers(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient, verifiers=verifiers), options, config,
                     quiet(), every=1, repeats=1)  # fmt: skip
     assert read(tmp_path / "run")["speculative"].verifier == RunVerifier("lenient", False, "lenient:lenience=0.5")
     methods = {
@@ -122,7 +122,7 @@ def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_
 
 
 def test_whether_a_run_is_lossless_follows_from_its_manifest():
-    for own, expected in (
+    for config, expected in (
         ({"_target_": "spec_lab.verify.Token"}, ("token", True, "token")),
         ({"_target_": "spec_lab.verify.Gumbel"}, ("gumbel", True, "")),
         ({"_target_": "spec_lab.verify.Lenient", "lenience": 1}, ("lenient", True, "lenient:lenience=1")),
@@ -135,7 +135,7 @@ def test_whether_a_run_is_lossless_follows_from_its_manifest():
         ({"_target_": "mine.Token"}, ("mine.Token", None, "")),
         ({}, ("", None, "")),
     ):
-        assert RunVerifier.of({"config": {"verifier": own}}) == RunVerifier(*expected)
+        assert RunVerifier.of({"config": {"verifier": config}}) == RunVerifier(*expected)
     for manifest in ({}, {"config": None}, {"config": {"verifier": None}}):
         assert RunVerifier.of(manifest) is None
 
@@ -148,18 +148,18 @@ def test_the_command_prints_a_sorted_table_and_writes_all_designs(recorded, tmp_
     frame = pd.read_csv(tmp_path / "all.csv", keep_default_na=False, na_values=[""])
     known = frame[frame["needs"].isna()]
     groups = [known[known["lossless"]], known[~known["lossless"]]]
-    assert known["lossless"].is_monotonic_decreasing and all(len(one) for one in groups)
-    assert all(one["tau"].is_monotonic_decreasing for one in groups)
+    assert known["lossless"].is_monotonic_decreasing and all(len(group) for group in groups)
+    assert all(group["tau"].is_monotonic_decreasing for group in groups)
     assert known["low"].isna().all(), "fewer than eight requests have no interval"
-    for verifier, own in frame.groupby("verifier"):
-        assert set(own["lossless"]) == {verifier_of(verifier).lossless}
+    for verifier, rows in frame.groupby("verifier"):
+        assert set(rows["lossless"]) == {verifier_of(verifier).lossless}
     narrow = Console(file=StringIO(), width=80)
     options = ["--drawn", "iid", "--temperatures", "0.7", "1", "--shapes", "all", "depth=1,children=2"]
     assert command(["replay", str(recorded), *options], narrow) == 0
     printed = narrow.file.getvalue()
     assert all(len(line) <= 80 for line in printed.splitlines() if "needs the model" not in line)
     assert {"children=2,", "traversal", "steps", "0.7"} <= set(printed.split())
-    wanted = sum(len(designs.designs(one, Options())) for one in read(recorded).values())
+    wanted = sum(len(designs.designs(recorded_arm, Options())) for recorded_arm in read(recorded).values())
     keys = ["arm", "verifier", "shape"]
     assert len(frame.drop_duplicates(keys)) == wanted
 
@@ -203,16 +203,16 @@ P = [0.5, 0.1, *[0.05] * 6]
 def test_a_damaged_table_is_refused_by_row_and_column(recorded, tmp_path, capsys, row, changes, why):
     folder = shutil.copytree(recorded, tmp_path / "copy")
     frame = pd.read_parquet(folder / "replay.parquet")
-    place = frame.index[(frame["arm"] == "speculative") & (frame["row"] == row)][0]
+    index = frame.index[(frame["arm"] == "speculative") & (frame["row"] == row)][0]
     for column, value in changes.items():
-        frame.at[place, column] = value
+        frame.at[index, column] = value
     frame.to_parquet(folder / "replay.parquet", index=False)
     for name in ("replay", "bounds"):
         assert command([name, str(folder)], quiet()) == 1
         shown = capsys.readouterr().err
         assert why in shown and str(folder) in shown
         if "column" in why and "cells" not in why:
-            assert f"row {frame['id'][place]}" in shown
+            assert f"row {frame['id'][index]}" in shown
 
 
 def test_a_missing_table_and_one_without_rows_are_named(recorded, tmp_path, capsys):

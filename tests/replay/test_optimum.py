@@ -17,8 +17,8 @@ WAYS = ["iid", "without"]
 
 def bound(world, draft, probability):
     """The bound of the mean accepted length over all drafts."""
-    found = levels(draft, target(world, draft))
-    return float(summed(probability @ found.at_least))
+    optimum = levels(draft, target(world, draft))
+    return float(summed(probability @ optimum.at_least))
 
 
 def target(world, draft):
@@ -60,7 +60,9 @@ def test_block_verification_is_the_optimum_of_chains_and_exceeds_optimal_nodes(s
     for seed in range(4):
         world = World(seed, plain=True)
         draft, probability = every_draft(world, tree(parse(shape)), "iid")
-        block, token = (Outputs.of_drafts(world, one, draft, probability).accepted for one in (Traversal(), Token()))
+        block, token = (
+            Outputs.of_drafts(world, verifier, draft, probability).accepted for verifier in (Traversal(), Token())
+        )
         assert block == pytest.approx(bound(world, draft, probability), abs=1e-12)
         assert token < block - 1e-6
 
@@ -101,8 +103,8 @@ def test_lumped_tokens_leave_a_bound(drawn, shape):
         draft, probability = every_draft(world, tree(parse(shape)), drawn)
         p = target(world, draft)
         for number in range(0, len(probability), max(1, len(probability) // 20)):
-            one, rows = _tree(draft, number)
-            whole, lumped = levels(one, p[rows]), levels(*_lumped(one, p[rows], world.v), lumps=1)
+            single, rows = _tree(draft, number)
+            whole, lumped = levels(single, p[rows]), levels(*_lumped(single, p[rows], world.v), lumps=1)
             assert (lumped.at_least >= whole.at_least - 1e-12).all()
 
 
@@ -110,8 +112,8 @@ def _tree(draft, number):
     """One tree of a forest, and its rows."""
     keep = draft.shape.root == number
     rows = np.flatnonzero(keep)
-    place = np.cumsum(keep) - 1
-    parent = place[draft.shape.parent[rows[1:] - draft.shape.roots]]
+    numbers = np.cumsum(keep) - 1
+    parent = numbers[draft.shape.parent[rows[1:] - draft.shape.roots]]
     shape = type(draft.shape)(1, parent)
     return Draft(shape, draft.token[rows[1:] - draft.shape.roots], draft.drawn, draft.q, draft.q_row[rows]), rows
 
@@ -133,19 +135,19 @@ def test_acceptance_by_rank_sums_to_the_optimum_of_all_children():
     world = World(1, v=5, support=5, plain=True)
     draft, _ = every_draft(world, tree(parse("2x1")), "iid")
     p = target(world, draft)
-    found = by_rank(draft, p, levels(draft, p).weight, 4)
-    assert found.shape == (2, 4) and (found >= 0).all()
+    shares = by_rank(draft, p, levels(draft, p).weight, 4)
+    assert shares.shape == (2, 4) and (shares >= 0).all()
     first, q = torch.from_numpy(world.p(()))[None], torch.from_numpy(world.q(()))[None]
-    assert found[0].sum() == pytest.approx(optimal_acceptance(first, q, 4, "iid")[0])
-    value = modelled(draft.shape, found)
-    assert value == pytest.approx(found[0, 0] + found[0, 1] + found[0, :2].sum() * found[1, 0])
+    assert shares[0].sum() == pytest.approx(optimal_acceptance(first, q, 4, "iid")[0])
+    value = modelled(draft.shape, shares)
+    assert value == pytest.approx(shares[0, 0] + shares[0, 1] + shares[0, :2].sum() * shares[1, 0])
 
 
 def test_trees_of_a_forest_do_not_mix():
     world = World(3, plain=True)
-    drafts = [every_draft(world, tree(parse(one)), "iid")[0] for one in ("1x1", "2x1")]
-    singles = [_tree(one, 5)[0] for one in drafts]
+    drafts = [every_draft(world, tree(parse(text)), "iid")[0] for text in ("1x1", "2x1")]
+    singles = [_tree(draft, 5)[0] for draft in drafts]
     together = side_by_side(singles)
-    found = levels(together, target(world, together)).at_least
-    alone = [levels(one, target(world, one)).at_least[0] for one in singles]
-    assert found == pytest.approx(np.array(alone), abs=1e-14)
+    at_least = levels(together, target(world, together)).at_least
+    alone = [levels(single, target(world, single)).at_least[0] for single in singles]
+    assert at_least == pytest.approx(np.array(alone), abs=1e-14)

@@ -36,7 +36,7 @@ ALL = (Token(), Traversal(), Match(), KSeq(), Cascade(), Lenient(0.6), Typical()
 
 
 def fits(drawn):
-    return [one for one in ALL if drawn in one.accepts]
+    return [verifier for verifier in ALL if drawn in verifier.accepts]
 
 
 def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
@@ -51,10 +51,10 @@ def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
         token[children] = generator.choice(vocabulary, len(children), replace=drawn == "iid", p=mass / mass.sum())
         if drawn == "point":
             token[children] = np.argsort(-mass)[: len(children)]
-    own = (None, None) if drawn == "point" else (q[forest_shape.expanded], np.full(forest_shape.rows, -1))
-    if own[1] is not None:
-        own[1][forest_shape.expanded] = np.arange(len(forest_shape.expanded))
-    return Draft(forest_shape, torch.from_numpy(token), drawn, *own), p
+    q_and_rows = (None, None) if drawn == "point" else (q[forest_shape.expanded], np.full(forest_shape.rows, -1))
+    if q_and_rows[1] is not None:
+        q_and_rows[1][forest_shape.expanded] = np.arange(len(forest_shape.expanded))
+    return Draft(forest_shape, torch.from_numpy(token), drawn, *q_and_rows), p
 
 
 @pytest.mark.each_value
@@ -63,14 +63,14 @@ def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
 def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn, sampling):
     trees, rows = decoded(target, drawn, "2x1", sampling)
     (sums,) = recorded_steps.evaluate(trees, Token(), [Subtree()])
-    own = rows[~rows["prefill"]].groupby("request")["expected_accepted"].agg(["sum", "count"])
+    by_request = rows[~rows["prefill"]].groupby("request")["expected_accepted"].agg(["sum", "count"])
     assert len(sums.tokens) == 1, "all is recorded: one evaluation"
-    np.testing.assert_allclose(sums.tokens[0], own["sum"] + own["count"], rtol=2e-6)
-    np.testing.assert_allclose(sums.steps[0], own["count"])
-    one = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums)
+    np.testing.assert_allclose(sums.tokens[0], by_request["sum"] + by_request["count"], rtol=2e-6)
+    np.testing.assert_allclose(sums.steps[0], by_request["count"])
+    estimated = estimate(Design("token", Shares(((1.0, Subtree()),))), "steps", sums)
     mean = 1 + rows[~rows["prefill"]]["expected_accepted"].mean()
-    assert one.bound_low == one.bound_high == one.tau == pytest.approx(mean)
-    assert np.isnan([one.low, one.high]).all(), "fewer than eight requests have no interval"
+    assert estimated.bound_low == estimated.bound_high == estimated.tau == pytest.approx(mean)
+    assert np.isnan([estimated.low, estimated.high]).all(), "fewer than eight requests have no interval"
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without", "point"])
@@ -109,8 +109,8 @@ def test_the_value_of_full_rows_lies_within_its_bounds(drawn, shape, subtree, pe
             if bounds.kind != "spread":
                 low, high = bounds.tokens.min(), bounds.tokens.max()
                 assert low - 1e-9 <= exact.tokens.item() <= high + 1e-9, verifier.name
-    own = {"token", "match", "lenient", "typical"} & {one.name for one in fits(drawn)}
-    assert {name for name, kind in seen if kind != "spread"} >= own
+    without_bounds = {"token", "match", "lenient", "typical"} & {verifier.name for verifier in fits(drawn)}
+    assert {name for name, kind in seen if kind != "spread"} >= without_bounds
     assert (("traversal", "spread") in seen) == (shape != "1x1x1" and drawn != "point")
 
 
@@ -132,9 +132,9 @@ def test_the_rest_s_mass_at_another_temperature_lies_within_its_bounds():
     x = generator.dirichlet(np.full(30, 0.3), 50)
     trees = by_hand(Draft(without_nodes(50), torch.empty(0, dtype=torch.long)), x, top=6)
     for power in (0.4, 0.8, 1.2, 3.0):
-        found = pseudo_tokens.target(trees, Sampling(1 / power))
-        exact = (x**power).sum(1) - found.top.sum(1)
-        assert (found.lower <= exact + 1e-9).all() and (exact <= found.upper + 1e-9).all()
+        bounds = pseudo_tokens.target(trees, Sampling(1 / power))
+        exact = (x**power).sum(1) - bounds.top.sum(1)
+        assert (bounds.lower <= exact + 1e-9).all() and (exact <= bounds.upper + 1e-9).all()
 
 
 def test_truncation_follows_where_the_recorded_tokens_settle_it():
@@ -166,16 +166,16 @@ def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
     pairs = [(a, b) for a, b in product(range(vocabulary), repeat=2) if drawn == "iid" or a != b]
     total = expected = mass = 0.0
     for pair in pairs:
-        place = np.array([0, -1, -1])
-        draft = Draft(shape, torch.tensor(pair), drawn, q[:1], place)
+        q_row = np.array([0, -1, -1])
+        draft = Draft(shape, torch.tensor(pair), drawn, q[:1], q_row)
         trees = by_hand(draft, p.numpy(), proposer={"temperature": 1.0, "tree": "0 1", "confidence": 0.0})
         changed = pseudo_tokens.drafted(trees, temperature).complete("lower", 0)
         weight = float(np.exp(recorded_steps.tempered_weights(trees, changed).sum()))
         (sums,) = recorded_steps.evaluate(trees, Token(), [Subtree()], None, temperature)
         assert sums.ess == pytest.approx(1) and sums.kind == "estimate"
         value = sums.tokens.item() / sums.steps.item()
-        own = Draft(shape, torch.tensor(pair), drawn, other[:1], place)
-        assert value == pytest.approx(1 + Token()(own, p).expected_accepted(shape)[0])
+        drafted = Draft(shape, torch.tensor(pair), drawn, other[:1], q_row)
+        assert value == pytest.approx(1 + Token()(drafted, p).expected_accepted(shape)[0])
         total += chance(q, *pair) * weight * value
         mass += chance(q, *pair) * weight
         expected += chance(other, *pair) * value
@@ -201,17 +201,19 @@ def test_a_mixture_of_trees_has_the_mixed_expectation(target):
     trees, _ = decoded(target)
     first, second = recorded_steps.evaluate(trees, Token(), [Subtree(depth=1), Subtree()])
     both = mixed([(0.25, first), (0.75, second)])
-    taus = [one.tokens.sum() / one.steps.sum() for one in (first, second, both)]
+    taus = [sums.tokens.sum() / sums.steps.sum() for sums in (first, second, both)]
     assert taus[2] == pytest.approx(0.25 * taus[0] + 0.75 * taus[1])
     text = "0.25*depth=1+0.75*all"
-    (found,) = [one for one in evaluate(trees, [Design("token", Shares.parse(text))]) if one.method == "steps"]
-    assert found.tau == pytest.approx(taus[2]) and str(found.design.shapes) == text
+    (estimated,) = [
+        estimated for estimated in evaluate(trees, [Design("token", Shares.parse(text))]) if estimated.method == "steps"
+    ]
+    assert estimated.tau == pytest.approx(taus[2]) and str(estimated.design.shapes) == text
 
 
 def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     trees, _ = decoded(target, "without", "2x2", new=6)
     wanted = designs(trees, Options())
-    assert {one.verifier for one in wanted} == {
+    assert {design.verifier for design in wanted} == {
         "token",
         "traversal",
         "match",
@@ -223,7 +225,7 @@ def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     assert len(wanted) == 7 * len(limits(trees)) and len(limits(trees)) == 4 + 5
     frame = ordered(table([*evaluate(trees, wanted[:12])]))
     known = frame[frame["needs"] == ""]
-    assert all(own["tau"].is_monotonic_decreasing for _, own in known.groupby("lossless")) and known["tau"].min() >= 1
+    assert all(rows["tau"].is_monotonic_decreasing for _, rows in known.groupby("lossless")) and known["tau"].min() >= 1
     with pytest.raises(ValueError, match="replay has no verifier 'tokens'"):
         designs(trees, Options(verifiers=["tokens"]))
     assert verifier_of("typical:epsilon=0.2,delta=0.4") == Typical(0.2, 0.4)
@@ -239,7 +241,7 @@ def test_a_subtree_is_closed_under_parents_and_earlier_siblings():
             if keep[node]:
                 above = shape.parent[node - 2]
                 assert keep[above]
-                assert keep[[one for one in shape.children[above] if one < node]].all()
+                assert keep[[child for child in shape.children[above] if child < node]].all()
     assert isinstance(shape, Shape) and Subtree.parse("2x1").keeps(shape).tolist() == [True] * 2 + [
         True, False, True, False, True, True, False,
     ]  # fmt: skip

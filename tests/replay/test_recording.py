@@ -31,16 +31,16 @@ def test_the_recorded_tokens_are_the_likeliest_of_either_and_all_children():
     p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
     worst = torch.maximum(p[0], q[0]).argsort()[:2]
     draft = Draft(forest((tree(parse("2")),)), worst, "iid", q, np.array([0, -1, -1]))
-    found = {name: one.numpy() for name, one in recorded_numbers(np.arange(3), draft, p, 5).items()}
+    recorded = {name: values.numpy() for name, values in recorded_numbers(np.arange(3), draft, p, 5).items()}
     likeliest = torch.maximum(p[0], q[0]).topk(3).indices.tolist()
-    assert {*found["ids"][0]} == {*likeliest, *worst.tolist()}
+    assert {*recorded["ids"][0]} == {*likeliest, *worst.tolist()}
     for row in range(3):
         mass, other = (x[row if x is p else 0].numpy() if row == 0 or x is p else np.zeros(40) for x in (p, q))
-        out = np.setdiff1d(np.arange(40), found["ids"][row])
-        np.testing.assert_allclose(found["p"][row], mass[found["ids"][row]], rtol=1e-6)
-        np.testing.assert_allclose(found["q"][row], other[found["ids"][row]], rtol=1e-6)
+        out = np.setdiff1d(np.arange(40), recorded["ids"][row])
+        np.testing.assert_allclose(recorded["p"][row], mass[recorded["ids"][row]], rtol=1e-6)
+        np.testing.assert_allclose(recorded["q"][row], other[recorded["ids"][row]], rtol=1e-6)
         numbers = [mass[out].sum(), other[out].sum(), mass[out].max(), other[out].max()]
-        np.testing.assert_allclose(found["rest"][row], numbers, rtol=1e-6)
+        np.testing.assert_allclose(recorded["rest"][row], numbers, rtol=1e-6)
 
 
 def test_a_row_takes_at_most_two_kilobytes_at_a_vocabulary_of_128k(tmp_path):

@@ -56,7 +56,7 @@ def exact_steps(verifier, choices, drawn, q=Q, sure=None):
 
     @lru_cache(None)
     def outcomes(x):
-        found = []
+        masses = []
         for tokens in product(range(V), repeat=shape.nodes):
             rows = [x, *tokens]
             chance, alive = 1.0, np.ones(shape.rows, dtype=bool)
@@ -72,19 +72,19 @@ def exact_steps(verifier, choices, drawn, q=Q, sure=None):
                 alive[1 + node] &= alive[row]
             if not chance:
                 continue
-            place = np.full(shape.rows, -1)
-            place[shape.expanded] = np.arange(len(shape.expanded))
-            carried = (torch.from_numpy(q[np.array(rows)[shape.expanded]]), place) if drawn == "iid" else (None, None)
+            index = np.full(shape.rows, -1)
+            index[shape.expanded] = np.arange(len(shape.expanded))
+            carried = (torch.from_numpy(q[np.array(rows)[shape.expanded]]), index) if drawn == "iid" else (None, None)
             draft, kept = Draft(shape, torch.tensor(tokens), drawn, *carried).keep(alive)
             p = torch.from_numpy(P[np.array(rows)])[kept]
             verdict = verifier(draft, p)
             for row in range(draft.shape.rows):
                 if verdict.stop[row] > 0:
                     residual = verdict.residual(np.array([row]))[0].numpy()
-                    path = [int(draft.token[one - 1]) for one in draft.shape.path(row)]
+                    path = [int(draft.token[node - 1]) for node in draft.shape.path(row)]
                     for token, mass in enumerate(residual / residual.sum()):
-                        found.append((chance * verdict.stop[row] * mass, [*path, token]))
-        return found
+                        masses.append((chance * verdict.stop[row] * mass, [*path, token]))
+        return masses
 
     @lru_cache(None)
     def count(left, x):
@@ -179,14 +179,14 @@ def test_recorded_point_trees_are_followed_along_the_text():
         Draft(whole, torch.from_numpy(token)), P[rows], texts={0: RecordedText(1, np.array(text))}, steps=steps,
         proposer={"name": "ngram"},
     )  # fmt: skip
-    count, place = 0, 1
-    while place < len(text):
-        tree_here, count = drafted[place], count + 1
-        if text[place] == tree_here[0]:
-            place += 1 + (place + 1 < len(text) and text[place + 1] == tree_here[2])
-        elif text[place] == tree_here[1]:
-            place += 1
-        place += 1
+    count, position = 0, 1
+    while position < len(text):
+        tree_here, count = drafted[position], count + 1
+        if text[position] == tree_here[0]:
+            position += 1 + (position + 1 < len(text) and text[position + 1] == tree_here[2])
+        elif text[position] == tree_here[1]:
+            position += 1
+        position += 1
     sums = evaluate_deterministic(TextRows.of(trees), Token(), Subtree())
     assert sums.steps.tolist() == [[count]] and sums.tokens.tolist() == [[len(text) - 1]]
     single = evaluate_deterministic(TextRows.of(trees), Traversal(), Subtree(nodes=1)).steps.item()
@@ -234,7 +234,7 @@ def test_a_confidence_reads_the_largest_probability_even_of_a_token_that_is_not_
 
 def test_a_confidence_that_the_rest_s_mass_decides_is_refused():
     rows, rule = repeated(UNSEEN, (0, 0, 0, 0), top=3, temperature=2.0), Rule(parse("1x1"))
-    low, high = (one[0] for one in pseudo_tokens.certainty(rows.trees))
+    low, high = (bounds[0] for bounds in pseudo_tokens.certainty(rows.trees))
     exact = 0.09 / np.square(UNSEEN).sum()
     assert low < exact < high
     with pytest.raises(NeedsModel, match="at 4 of 4 rows; set a larger record_top"):

@@ -34,16 +34,16 @@ def quiet() -> Console:
 
 
 def by_rule(frame):
-    return {(one.rule, one.depth): one.tau for one in frame.itertuples()}
+    return {(row.rule, row.depth): row.tau for row in frame.itertuples()}
 
 
 def test_steps_with_probabilities_are_evaluated_exactly():
-    found = by_rule(taus(STEPS, lenience=[0.5]))
-    assert found["observed", "all"] == 2 and found["observed", "1"] == 1.5
-    assert found["token", "1"] == pytest.approx(1 + (1 + 0.5) / 2)
-    assert found["token", "2"] == pytest.approx(1 + (1 + 0.5 + 0.5 + 0.5) / 2)
-    assert found["match", "2"] == pytest.approx(1 + (0.5 + 0.2 + 0.1 + 0.09) / 2)
-    assert found["lenient:lenience=0.5", "1"] == pytest.approx(2)
+    rows = by_rule(taus(STEPS, lenience=[0.5]))
+    assert rows["observed", "all"] == 2 and rows["observed", "1"] == 1.5
+    assert rows["token", "1"] == pytest.approx(1 + (1 + 0.5) / 2)
+    assert rows["token", "2"] == pytest.approx(1 + (1 + 0.5 + 0.5 + 0.5) / 2)
+    assert rows["match", "2"] == pytest.approx(1 + (0.5 + 0.2 + 0.1 + 0.09) / 2)
+    assert rows["lenient:lenience=0.5", "1"] == pytest.approx(2)
     frame = taus(STEPS, lenience=[0.5, 1])
     known = dict(zip(frame["rule"], frame["lossless"], strict=True))
     assert known == {"token": True, "match": True, "lenient:lenience=1": True, "lenient:lenience=0.5": False,
@@ -57,9 +57,9 @@ def test_steps_with_probabilities_are_evaluated_exactly():
 def test_vllm_s_counters_are_evaluated_by_depth():
     (line,) = from_vllm(METRICS)
     assert line["at_least"] == [80, 55, 35] and line["steps"] == 100
-    found = by_rule(taus([line]))
+    rows = by_rule(taus([line]))
     expected = {("observed", "all"): 2.7, ("observed", "1"): 1.8, ("observed", "2"): 2.35, ("observed", "3"): 2.7}
-    assert found == pytest.approx(expected)
+    assert rows == pytest.approx(expected)
     with pytest.raises(ValueError, match="is speculative decoding on"):
         from_vllm("vllm:num_requests_running{} 1.0")
 
@@ -69,7 +69,7 @@ def test_sglang_s_responses_are_evaluated_as_a_whole():
         {"id": "x", "spec_verify_ct": 10, "completion_tokens": 31},
         {"spec_verify_ct": 5, "spec_accept_token_num": 9},
     ]
-    frame = taus(from_sglang({"meta_info": one} for one in meta))
+    frame = taus(from_sglang({"meta_info": counters} for counters in meta))
     assert by_rule(frame) == pytest.approx({("observed", "all"): (31 + 14) / 15})
     with pytest.raises(ValueError, match="response 0: the response has no meta_info.spec_verify_ct"):
         from_sglang([{"meta_info": {}}])
@@ -80,8 +80,8 @@ def test_a_command_evaluates_a_file_and_converts(tmp_path, capsys):
     (tmp_path / "metrics.txt").write_text(METRICS)
     assert read_trace(tmp_path / "trace.jsonl") == STEPS
     console = quiet()
-    own = ["--csv", str(tmp_path / "out.csv"), "--verifiers", "lenient:lenience=0.5"]
-    assert command(["replay", str(tmp_path / "trace.jsonl"), *own], console) == 0
+    options = ["--csv", str(tmp_path / "out.csv"), "--verifiers", "lenient:lenience=0.5"]
+    assert command(["replay", str(tmp_path / "trace.jsonl"), *options], console) == 0
     assert "lenient:lenience=0.5" in console.file.getvalue() and "lenient" in (tmp_path / "out.csv").read_text()
     assert command(["replay", str(tmp_path / "metrics.txt"), "--format", "vllm"], console) == 0
     assert "2.350" in console.file.getvalue()
@@ -132,11 +132,11 @@ def test_intervals_are_over_requests():
     trace = [{"request": int(n % 7), "drafted": 3, "accepted": int(rng.integers(4))} for n in range(40)]
     trace += [{**COUNTS, "request": "z"}]
     frame = taus(trace)
-    top = [1.0 + min(one["accepted"], 2) for one in trace[:-1]] + [100 + 80 + 55]
-    request = np.array([str(one["request"]) for one in trace])
+    top = [1.0 + min(step["accepted"], 2) for step in trace[:-1]] + [100 + 80 + 55]
+    request = np.array([str(step["request"]) for step in trace])
     expected = cluster_interval(top, [1.0] * 40 + [100], request)
-    (own,) = frame[frame["depth"] == "2"][["tau", "low", "high"]].to_numpy()
-    np.testing.assert_allclose(own, expected)
+    (interval,) = frame[frame["depth"] == "2"][["tau", "low", "high"]].to_numpy()
+    np.testing.assert_allclose(interval, expected)
     assert expected.low < expected.mean < expected.high
     assert taus(trace[:-1])[["low", "high"]].isna().all(axis=None), "seven requests have no interval"
 
@@ -151,10 +151,10 @@ def test_transformers_assisted_decoding_leaves_a_trace():
     torch.manual_seed(0)
     options = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.0, "top_k": 0}
     tokens = target.generate(torch.tensor([[3, 14, 15]]), assistant_model=assistant, **options)
-    assert len(trace) > 2 and all(len(one["p"]) == len(one["q"]) == len(one["drafted"]) for one in trace)
-    assert sum(one["accepted"] + 1 for one in trace) >= tokens.shape[1] - 3
-    for one in trace:
+    assert len(trace) > 2 and all(len(step["p"]) == len(step["q"]) == len(step["drafted"]) for step in trace)
+    assert sum(step["accepted"] + 1 for step in trace) >= tokens.shape[1] - 3
+    for step in trace:
         with torch.no_grad():
-            text = tokens[:, : one["position"]]
-            expected = target(text).logits[0, -1].softmax(-1)[one["drafted"][0]].item()
-        np.testing.assert_allclose(one["p"][0], expected, rtol=1e-3)
+            text = tokens[:, : step["position"]]
+            expected = target(text).logits[0, -1].softmax(-1)[step["drafted"][0]].item()
+        np.testing.assert_allclose(step["p"][0], expected, rtol=1e-3)

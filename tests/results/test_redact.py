@@ -20,7 +20,7 @@ CANARY, NESTED, HIDDEN = "sk-canary-1", "pw-canary-2", "env-canary-3"
 def keyed(tmp_path_factory):
     """A folder with tiny models, and overrides of a run whose prompts need an API key."""
     folder = tmp_path_factory.mktemp(HIDDEN)
-    options = [one.replace(str(folder), "${oc.env:WHERE}") for one in checkpoints.short_runs(folder)]
+    options = [option.replace(str(folder), "${oc.env:WHERE}") for option in checkpoints.short_runs(folder)]
     options += ["prompts._target_=tests.keyed.load"]
     return folder, [*options, f"+prompts.api_key={CANARY}", f"+prompts.service={{user: me, password: {NESTED}}}"]
 
@@ -39,12 +39,12 @@ def command(quick_cli, keyed, monkeypatch):
     return call
 
 
-def assert_nowhere(place: Path, output: str) -> None:
+def assert_nowhere(folder: Path, output: str) -> None:
     """Check that no secret is in the output, in any file's name, or in any file."""
     for secret in (CANARY, NESTED, HIDDEN):
         assert secret not in output
-        for file in place.rglob("*"):
-            assert secret not in str(file.relative_to(place))
+        for file in folder.rglob("*"):
+            assert secret not in str(file.relative_to(folder))
             assert not file.is_file() or secret.encode() not in file.read_bytes(), f"{secret} in {file}"
 
 

@@ -48,8 +48,8 @@ def calibrating(monkeypatch, *trees: str) -> None:
     left = [parse(tree) for tree in trees]
 
     def chosen(*given, **named):
-        found = calibrate(*given, **named, timing=partial(time_steps, seconds=0.0))
-        return replace(found, choices=left.pop(0))
+        calibration = calibrate(*given, **named, timing=partial(time_steps, seconds=0.0))
+        return replace(calibration, choices=left.pop(0))
 
     monkeypatch.setattr("spec_lab.drafters.medusa.propose.calibrate", chosen)
 

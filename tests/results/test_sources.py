@@ -101,7 +101,7 @@ def test_a_finished_run_of_other_code_is_not_skipped(quick_cli, plugin, argument
     anew("toy_plugin")
     code, _, errors = quick_cli("--multirun", *arguments, "seed=1")
     assert code == 1 and "done before" not in errors and "code.toy_plugin.sha256" in errors
-    assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["done"]
+    assert [run.state for run in sweep.runs(tmp_path / "swept")] == ["done"]
 
 
 def test_files_named_by_options_are_identified_by_content(tmp_path):
@@ -113,8 +113,8 @@ def test_files_named_by_options_are_identified_by_content(tmp_path):
     assert before.keys() == {"proposer.path"}
     (weights / "model.bin").write_bytes(b"22")
     assert sources.data({"proposer": part}, ProcessCache()) != before
-    own = {"target": part | {"_target_": "spec_lab.models.target.Target.load"}}
-    assert not sources.data(own, ProcessCache()), "it hashes its own"
+    config = {"target": part | {"_target_": "spec_lab.models.target.Target.load"}}
+    assert not sources.data(config, ProcessCache()), "it hashes its own"
 
 
 @pytest.mark.parametrize("option", ["path", "weights", "model_path", "checkpoint_dir", "vocab_file", "prompts_path"])

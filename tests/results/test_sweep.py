@@ -27,7 +27,9 @@ KEYS = st.from_regex(r"\A[a-z][a-z_]{0,9}(\.[a-z_]{1,9}){0,2}\Z").filter(
     lambda key: key.partition(".")[0] not in sweep.UNIDENTIFYING
 )
 VALUES = st.text(st.characters(exclude_categories=["C"], exclude_characters=","), max_size=80)
-OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(lambda one: [f"{key}={value}" for key, value in one.items()])
+OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(
+    lambda options: [f"{key}={value}" for key, value in options.items()]
+)
 
 
 @given(OVERRIDES, st.randoms(use_true_random=False))
@@ -78,17 +80,17 @@ def test_labels_omit_options_that_all_runs_share():
 def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
     sweep.plan(tmp_path / "new", [["seed=2", "output_dir=a"], ["seed=1"]])
     sweep.plan(tmp_path / "new", [["seed=3"], ["seed=2", "retry=true"]])
-    found = sweep.runs(tmp_path / "new")
-    assert [one.overrides for one in found] == [("seed=2",), ("seed=1",), ("seed=3",)]
-    assert [one.folder for one in found] == [tmp_path / "new" / f"seed={seed}" for seed in (2, 1, 3)]
-    assert {one.state for one in found} == {"pending"}
-    assert sweep.which_run(found[1].folder) == "2 of 3, seed=1"
+    swept_runs = sweep.runs(tmp_path / "new")
+    assert [run.overrides for run in swept_runs] == [("seed=2",), ("seed=1",), ("seed=3",)]
+    assert [run.folder for run in swept_runs] == [tmp_path / "new" / f"seed={seed}" for seed in (2, 1, 3)]
+    assert {run.state for run in swept_runs} == {"pending"}
+    assert sweep.which_run(swept_runs[1].folder) == "2 of 3, seed=1"
 
 
 def test_concurrent_plans_lose_nothing(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda seed: sweep.plan(tmp_path, [[f"seed={seed}"]]), range(24)))
-    assert {one.overrides for one in sweep.runs(tmp_path)} == {(f"seed={seed}",) for seed in range(24)}
+    assert {run.overrides for run in sweep.runs(tmp_path)} == {(f"seed={seed}",) for seed in range(24)}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": 3}', '{"runs": [{"folder": "a"}]}'])
@@ -114,7 +116,7 @@ def test_a_folder_that_is_not_a_sweep_is_refused(tmp_path):
 
 
 @pytest.fixture
-def one(tmp_path):
+def run_folder(tmp_path):
     """A sweep of one run whose folder exists and is empty."""
     sweep.plan(tmp_path, [["seed=1"]])
     (tmp_path / "seed=1").mkdir()
@@ -122,9 +124,9 @@ def one(tmp_path):
 
 
 def stands(folder: Path) -> sweep.Run:
-    (found,) = sweep.runs(folder.parent)
-    assert found.folder == folder
-    return found
+    (run,) = sweep.runs(folder.parent)
+    assert run.folder == folder
+    return run
 
 
 def parts(folder: Path, *groups: int) -> None:
@@ -146,33 +148,33 @@ with FileLock(sys.argv[1]):
 """
 
 
-def test_a_run_is_running_while_a_process_holds_it_and_pending_after_a_kill(one):
+def test_a_run_is_running_while_a_process_holds_it_and_pending_after_a_kill(run_folder):
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(one / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD, str(run_folder / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert holder.stdout.readline() == b"held\n"
-        assert stands(one).state == "running"
-        with pytest.raises(sweep.Locked, match="locked by another process"), sweep.holding(one, patience=0.05):
+        assert stands(run_folder).state == "running"
+        with pytest.raises(sweep.Locked, match="locked by another process"), sweep.holding(run_folder, patience=0.05):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        assert (one / ".lock").exists(), "it is left behind, and stale"
-        assert stands(one).state == "pending"
-        with sweep.holding(one, patience=0.0):
-            assert stands(one).state == "running"
+        assert (run_folder / ".lock").exists(), "it is left behind, and stale"
+        assert stands(run_folder).state == "pending"
+        with sweep.holding(run_folder, patience=0.0):
+            assert stands(run_folder).state == "running"
     finally:
         holder.kill()
         holder.communicate()
-    assert not (one / ".lock").exists()
+    assert not (run_folder / ".lock").exists()
 
 
-def test_a_run_is_held_by_one_process_at_a_time(one):
+def test_a_run_is_held_by_one_process_at_a_time(run_folder):
     inside, most = 0, []
 
     def work(_):
         nonlocal inside
-        with sweep.holding(one, patience=30):
+        with sweep.holding(run_folder, patience=30):
             inside += 1
             most.append(inside)
             time.sleep(0.002)
@@ -183,74 +185,77 @@ def test_a_run_is_held_by_one_process_at_a_time(one):
     assert most == [1] * 12
 
 
-def test_a_stopped_run_is_pending_with_its_finished_groups(one):
-    (one / "manifest.json").write_text(json.dumps({"groups": 5, "overrides": ["seed=1"]}))
-    assert stands(one) == sweep.Run(one, ("seed=1",), "pending", 0, 5)
-    parts(one, 0, 1)
-    assert stands(one).groups == 2
-    writer.Recorder(one).gather()
-    parts(one, 1, 2)  # killed while it removed the gathered parts
-    assert stands(one).groups == 3
+def test_a_stopped_run_is_pending_with_its_finished_groups(run_folder):
+    (run_folder / "manifest.json").write_text(json.dumps({"groups": 5, "overrides": ["seed=1"]}))
+    assert stands(run_folder) == sweep.Run(run_folder, ("seed=1",), "pending", 0, 5)
+    parts(run_folder, 0, 1)
+    assert stands(run_folder).groups == 2
+    writer.Recorder(run_folder).gather()
+    parts(run_folder, 1, 2)  # killed while it removed the gathered parts
+    assert stands(run_folder).groups == 3
 
 
-def test_the_status_of_a_finished_run_has_exit_code_and_seconds(one):
-    (one / "manifest.json").write_text(json.dumps({"groups": 5}))
-    sweep.end(one, ["seed=1", "output_dir=x"], "abc", 3, 1.23456)
-    assert stands(one) == sweep.Run(one, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
-    assert sweep.ended(one)["config_sha256"] == "abc"
+def test_the_status_of_a_finished_run_has_exit_code_and_seconds(run_folder):
+    (run_folder / "manifest.json").write_text(json.dumps({"groups": 5}))
+    sweep.end(run_folder, ["seed=1", "output_dir=x"], "abc", 3, 1.23456)
+    assert stands(run_folder) == sweep.Run(run_folder, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
+    assert sweep.ended(run_folder)["config_sha256"] == "abc"
 
 
-def test_a_failed_run_keeps_its_error_and_traceback(one):
-    parts(one, 0)
+def test_a_failed_run_keeps_its_error_and_traceback(run_folder):
+    parts(run_folder, 0)
     try:
         raise OSError("no room")
     except OSError as error:
-        sweep.fail(one, ["seed=1"], error, "no room left", 2.0)
-    found = stands(one)
-    assert (found.state, found.error, found.groups, found.seconds) == ("failed", "no room left", 1, 2.0)
-    assert "Traceback" in sweep.ended(one)["traceback"] and "OSError: no room" in sweep.ended(one)["traceback"]
-    sweep.begin(one)
-    assert stands(one).state == "pending"
-    sweep.begin(one)
+        sweep.fail(run_folder, ["seed=1"], error, "no room left", 2.0)
+    run = stands(run_folder)
+    assert (run.state, run.error, run.groups, run.seconds) == ("failed", "no room left", 1, 2.0)
+    assert (
+        "Traceback" in sweep.ended(run_folder)["traceback"]
+        and "OSError: no room" in sweep.ended(run_folder)["traceback"]
+    )
+    sweep.begin(run_folder)
+    assert stands(run_folder).state == "pending"
+    sweep.begin(run_folder)
 
 
-def test_a_run_that_ends_during_a_status_is_not_pending(one, monkeypatch):
+def test_a_run_that_ends_during_a_status_is_not_pending(run_folder, monkeypatch):
     running = sweep._running
 
     def just_then(folder):
-        found = running(folder)
+        state = running(folder)
         sweep.end(folder, [], "abc", 0, 1.0)
-        return found
+        return state
 
     monkeypatch.setattr(sweep, "_running", just_then)
-    assert stands(one).state == "done"
+    assert stands(run_folder).state == "done"
 
 
-def test_the_failure_of_a_cluster_job_is_read_from_files_of_earlier_versions_too(one):
-    sweep.fail_job(one, "slurm", "TIMEOUT")
-    assert (stands(one).state, stands(one).error) == ("pending", "slurm: TIMEOUT")
-    (one / "queued.json").write_text(json.dumps({"engine": "ray", "job": "7", "lost": "cancelled"}))
-    assert (stands(one).state, stands(one).error) == ("pending", "ray job 7: cancelled")
-    sweep.begin(one)
-    assert (stands(one).state, stands(one).error) == ("pending", "ray job 7")
+def test_the_failure_of_a_cluster_job_is_read_from_files_of_earlier_versions_too(run_folder):
+    sweep.fail_job(run_folder, "slurm", "TIMEOUT")
+    assert (stands(run_folder).state, stands(run_folder).error) == ("pending", "slurm: TIMEOUT")
+    (run_folder / "queued.json").write_text(json.dumps({"engine": "ray", "job": "7", "lost": "cancelled"}))
+    assert (stands(run_folder).state, stands(run_folder).error) == ("pending", "ray job 7: cancelled")
+    sweep.begin(run_folder)
+    assert (stands(run_folder).state, stands(run_folder).error) == ("pending", "ray job 7")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "done"}'])
-def test_an_invalid_status_file_is_named(one, text):
-    (one / "ended.json").write_text(text)
-    (found,) = sweep.runs(one.parent)
-    assert found.state == "failed"
-    assert "ended.json does not record how the run ended" in found.error or "ended.json is not readable" in found.error
+def test_an_invalid_status_file_is_named(run_folder, text):
+    (run_folder / "ended.json").write_text(text)
+    (run,) = sweep.runs(run_folder.parent)
+    assert run.state == "failed"
+    assert "ended.json does not record how the run ended" in run.error or "ended.json is not readable" in run.error
 
 
-def test_unplanned_runs_are_found_too(one):
-    lone, other = one.parent / "mine", one.parent / "trial"
-    for folder in (lone, other, one.parent / "figures"):
+def test_unplanned_runs_are_found_too(run_folder):
+    lone, other = run_folder.parent / "mine", run_folder.parent / "trial"
+    for folder in (lone, other, run_folder.parent / "figures"):
         folder.mkdir()
     (lone / "manifest.json").write_text(json.dumps({"groups": 2, "overrides": None}))  # made without --multirun
     sweep.fail(other, ["seed=9"], ValueError("x"), "x", 1.0)
-    assert [(run.folder, run.overrides, run.state) for run in sweep.runs(one.parent)] == [
-        (one, ("seed=1",), "pending"),
+    assert [(run.folder, run.overrides, run.state) for run in sweep.runs(run_folder.parent)] == [
+        (run_folder, ("seed=1",), "pending"),
         (lone, (), "pending"),
         (other, ("seed=9",), "failed"),
     ]
@@ -272,10 +277,10 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
         write(group)
 
     def meanwhile(self, file):
-        found = read(self, file)
+        content = read(self, file)
         if len(list(tmp_path.glob("parts/requests-*"))) < 6:
             write(len(list(tmp_path.glob("parts/requests-*"))))
-        return found
+        return content
 
     monkeypatch.setattr(TableParts, "_read", meanwhile)
     tables = load(tmp_path)
@@ -288,10 +293,10 @@ def test_rows_read_while_they_are_gathered_are_complete(tmp_path, monkeypatch):
     listed = TableParts._files
 
     def gathered(self, name):
-        found = listed(self, name)
+        listing = listed(self, name)
         monkeypatch.setattr(TableParts, "_files", listed)
         self.gather()
-        return found
+        return listing
 
     monkeypatch.setattr(TableParts, "_files", gathered)
     assert set(load(tmp_path).requests["group"]) == {0, 1, 2}
@@ -317,7 +322,7 @@ ARM = {
 
 def test_the_table_has_a_row_for_each_arm_of_each_run_that_is_done(tmp_path):
     sweep.plan(tmp_path, [["seed=1", "proposer=ngram"], ["seed=2", "sampling.temperature=0.5"], ["seed=3"]])
-    names = [one.folder.name for one in sweep.runs(tmp_path)]
+    names = [run.folder.name for run in sweep.runs(tmp_path)]
     plain = {"proposer": "none", "speedup": {"mean": None, "low": None, "high": None}}
     shared = {"experiment": "toy", "temperature": 0.0, "groups": 2, "errors": []}
     finished(tmp_path / names[0], shared | ARM | {"arms": {"speculative": ARM, "baseline": plain}})
@@ -390,7 +395,7 @@ def cli(quick_cli):
 
 def states(folder: Path) -> dict[str, tuple[str, int]]:
     """The state of each seed's run, and its number of finished groups."""
-    seeds = [next(one for one in run.overrides if one.startswith("seed")) for run in sweep.runs(folder)]
+    seeds = [next(override for override in run.overrides if override.startswith("seed")) for run in sweep.runs(folder)]
     return {seed[5:]: (run.state, run.groups) for seed, run in zip(seeds, sweep.runs(folder), strict=True)}
 
 
@@ -460,7 +465,7 @@ def test_an_interrupted_sweep_is_resumed_from_its_finished_groups(cli, tiny, tmp
 
 @pytest.mark.nightly
 def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli, tiny, tmp_path, decoded):
-    good = next(one for one in tiny if one.startswith("prompts.path=")).partition("=")[2]
+    good = next(option for option in tiny if option.startswith("prompts.path=")).partition("=")[2]
     some = ["--multirun", *tiny, "prompts.limit=2", f"prompts.path=later.jsonl,{good}"]
     code, output, errors = cli(*some)
     assert code == 1
@@ -538,7 +543,7 @@ def experiment(tmp_path):
 
 
 def test_an_invalid_choice_is_refused_before_anything_runs(cli, tiny, tmp_path, decoded):
-    some = [one for one in tiny if not one.startswith("proposer")]
+    some = [option for option in tiny if not option.startswith("proposer")]
     code, _, errors = cli("--multirun", *some, "prompts.limit=1", "proposer=ngram,ngrm")
     assert code == 1
     assert "Could not find 'proposer/ngrm'" in errors

@@ -23,9 +23,9 @@ from tests.tiny import tiny_target
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory):
     """Two requests decoded by a proposer that drafts two tokens: (requests, Decoded, round rows, step rows)."""
-    one = lab(temperature=1.0)
-    requests = one.requests(settings(tmp_path_factory.mktemp("out"), max_new_tokens=20))[:2]
-    done = Loop(one.target, Repeat(2), Match(), CounterDraws(3)).decode(requests)
+    laboratory = lab(temperature=1.0)
+    requests = laboratory.requests(settings(tmp_path_factory.mktemp("out"), max_new_tokens=20))[:2]
+    done = Loop(laboratory.target, Repeat(2), Match(), CounterDraws(3)).decode(requests)
     return requests, done, *writer.rows_of(done.steps, group=7, arm="speculative")
 
 
@@ -38,13 +38,13 @@ def test_columns_are_those_of_the_schema(decoded):
 def test_steps_contain_the_whole_output(decoded):
     requests, done, _, steps = decoded
     for request, outcome in zip(requests, done.outcomes, strict=True):
-        own = [step for step in steps if step["request"] == request.id]
-        assert sum(step["emitted_kept"] for step in own) == len(outcome.tokens) == 20
-        assert [step["finish"] for step in own] == [""] * (len(own) - 1) + ["length"]
-        assert own[0]["prefill"] and not any(step["prefill"] for step in own[1:])
-        assert own[0]["pending"] == own[0]["context"] == len(request.tokens)
+        request_steps = [step for step in steps if step["request"] == request.id]
+        assert sum(step["emitted_kept"] for step in request_steps) == len(outcome.tokens) == 20
+        assert [step["finish"] for step in request_steps] == [""] * (len(request_steps) - 1) + ["length"]
+        assert request_steps[0]["prefill"] and not any(step["prefill"] for step in request_steps[1:])
+        assert request_steps[0]["pending"] == request_steps[0]["context"] == len(request.tokens)
         length = len(request.tokens)
-        for number, step in enumerate(own):
+        for number, step in enumerate(request_steps):
             assert step["id"] == f"{request.id}/speculative/0/{number}"
             assert step["round"] == number
             assert step["context"] == length
@@ -54,7 +54,7 @@ def test_steps_contain_the_whole_output(decoded):
             assert step["stop_had_children"] == (step["accepted"] < 2)
             assert 0 <= step["expected_accepted"] <= 2
             length += step["emitted_kept"]
-        assert outcome.prefill_tokens == own[0]["emitted_kept"]
+        assert outcome.prefill_tokens == request_steps[0]["emitted_kept"]
 
 
 def test_truncation_appears_in_the_last_step_only(decoded):
@@ -67,9 +67,9 @@ def test_truncation_appears_in_the_last_step_only(decoded):
 def test_rounds_hold_the_batch(decoded):
     _, done, rounds, steps = decoded
     for number, row in enumerate(rounds):
-        own = [step for step in steps if step["round"] == number]
-        assert row["live"] == len(own)
-        assert row["nodes"] == sum(step["nodes"] for step in own)
+        live_steps = [step for step in steps if step["round"] == number]
+        assert row["live"] == len(live_steps)
+        assert row["nodes"] == sum(step["nodes"] for step in live_steps)
         assert row["prefill"] == (number == 0)
         phases = sum(row[phase] for phase in ("propose", "mask_wait", "target", "probabilities", "verify", "commit"))
         assert phases == pytest.approx(row["whole"])
@@ -100,8 +100,8 @@ def test_prompts_in_chunks_share_each_step_with_those_that_decode():
     infos = list(engine)
     spent = [info.clock.seconds(info.began, info.ended) for info in infos]
     done = writer.outcomes(engine.sequences, infos, {})
-    for outcome, first, own in zip(done, (0, 0, 3), shares, strict=True):
-        expected = sum(share * seconds for share, seconds in zip(own, spent[first:], strict=False))
+    for outcome, first, share in zip(done, (0, 0, 3), shares, strict=True):
+        expected = sum(share * seconds for share, seconds in zip(share, spent[first:], strict=False))
         assert outcome.prefill_compute_seconds == pytest.approx(expected)
     assert done[1].prefill_seconds >= sum(spent[:4]) > done[1].prefill_compute_seconds
 

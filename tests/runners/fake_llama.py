@@ -23,9 +23,9 @@ class Batch(ctypes.Structure):
     ]
 
 
-def numbers(what, width, *place):
+def numbers(what, width, *key):
     """Standard normal float32 numbers that depend on ``what`` and nothing else."""
-    digest = hashlib.blake2b(repr((what, place)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((what, key)).encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest)).standard_normal(width).astype(np.float32)
 
 
@@ -112,8 +112,8 @@ class FakeLlama:
         return token in self.ends
 
     def llama_tokenize(self, vocab, text, size, tokens, room, special, parse):
-        for place, byte in enumerate(text):
-            tokens[place] = byte % self.vocabulary
+        for position, byte in enumerate(text):
+            tokens[position] = byte % self.vocabulary
         return len(text)
 
     # Context
@@ -213,7 +213,7 @@ class FakeLlama:
 
     def left_behind(self, context):
         """Cells of one id alone that none of its later tokens attends to in layers with a window."""
-        ends = {number: cell.pos for cell in sorted(context.cells, key=lambda one: one.pos) for number in cell.ids}
+        ends = {number: cell.pos for cell in sorted(context.cells, key=lambda cell: cell.pos) for number in cell.ids}
         alone = [cell for cell in context.cells if len(cell.ids) == 1] if self.window else []
         return [cell for cell in alone if ends[next(iter(cell.ids))] + 1 - cell.pos >= self.window]
 
@@ -228,17 +228,17 @@ class FakeLlama:
             for number in cell.ids:
                 ends.setdefault(number, []).append(cell.pos)
         for _, pos, ids, _ in rows:
-            if not ids or len(set(ids)) < len(ids) or not all(0 <= one < context.params.n_seq_max for one in ids):
+            if not ids or len(set(ids)) < len(ids) or not all(0 <= number < context.params.n_seq_max for number in ids):
                 return False
             for number in ids:
                 of.setdefault(number, []).append((pos, set(ids)))
-        for number, found in of.items():
-            positions = [pos for pos, _ in found]
+        for number, entries in of.items():
+            positions = [pos for pos, _ in entries]
             if positions != sorted(positions) or set(positions) != set(range(positions[0], positions[-1] + 1)):
                 return False
             if number in ends and positions[0] != max(ends[number]) + 1:
                 return False
-            if not set.intersection(*(ids for _, ids in found)):
+            if not set.intersection(*(ids for _, ids in entries)):
                 return False
         coupled = {(ids[0], other) for _, _, ids, _ in rows for other in ids[1:]}
         return all(

@@ -38,13 +38,13 @@ class RecurrentMemory:
                 return True
             if start <= cell.pos:
                 self.cells[number].tail = -1
-        for place, cell in enumerate(self.cells):
+        for index, cell in enumerate(self.cells):
             if cell.pos >= start and number in cell.ids:
                 cell.ids.discard(number)
                 if not cell.ids:
                     self.used -= 1
                     cell.pos = cell.src = -1
-                    new_head = min(new_head, place)
+                    new_head = min(new_head, index)
         self.head = min(self.head, new_head)
         return True
 
@@ -97,9 +97,9 @@ class RecurrentMemory:
         for turn, (number, _) in enumerate(ubatch):
             target, source = low + turn, cells[number].tail
             if target != source:
-                one, other = cells[target], cells[source]
-                one.pos, one.src, one.ids, other.pos, other.src, other.ids = (
-                    other.pos, other.src, other.ids, one.pos, one.src, one.ids,
+                first, other = cells[target], cells[source]
+                first.pos, first.src, first.ids, other.pos, other.src, other.ids = (
+                    other.pos, other.src, other.ids, first.pos, first.src, first.ids,
                 )  # fmt: skip
                 for cell in cells:
                     cell.tail = {source: target, target: source}.get(cell.tail, cell.tail)
@@ -108,11 +108,11 @@ class RecurrentMemory:
             assert cell.pos + 1 == positions[rows[0]] or cell.pos < 0, "the library warns of a gap"
             cell.pos, cell.ids, cells[number].tail = positions[rows[-1]], {number}, low + turn
         referred = {cell.src for cell in cells if cell.src >= 0}
-        zero = next((place for place in range(low, high + 1) if place not in referred), -1)
-        for place in range(low, high + 1):
-            assert cells[place].src >= 0 or zero >= 0
-            cells[place].src0 = cells[place].src if cells[place].src >= 0 else zero
-            cells[place].src = place
+        zero = next((n for n in range(low, high + 1) if n not in referred), -1)
+        for n in range(low, high + 1):
+            assert cells[n].src >= 0 or zero >= 0
+            cells[n].src0 = cells[n].src if cells[n].src >= 0 else zero
+            cells[n].src = n
         self.head, self.used = low, sum(bool(cell.ids) for cell in cells)
         return low, high, zero
 
@@ -122,17 +122,17 @@ class RecurrentMemory:
         for ubatch in self.split(ids, most):
             low, high, zero = self.place(ubatch, positions)
             sources = []
-            for place in range(low, high + 1):
-                number = min(self.cells[place].ids, default=None)
+            for n in range(low, high + 1):
+                number = min(self.cells[n].ids, default=None)
                 back = 0 if number is None else self.index[number]
                 if number is not None:
                     self.index[number] = 0
-                sources.append(back * self.size + self.cells[place].src0)
+                sources.append(back * self.size + self.cells[n].src0)
             if zero >= 0:
                 self.rows[zero] = ()
             states = [self.rows[source] for source in sources]
-            for place in range(low + len(ubatch), high + 1):
-                self.rows[place] = states[place - low]
+            for n in range(low + len(ubatch), high + 1):
+                self.rows[n] = states[n - low]
             for turn, (_, rows) in enumerate(ubatch):
                 read = states[turn]
                 for row in rows:
@@ -172,13 +172,13 @@ class FakeRecurrent(FakeLlama):
         return memory.recurrent.remove(number, start) and super().llama_memory_seq_rm(memory, number, start, end)
 
     def advance(self, context, rows):
-        tokens, positions, ids = ([row[place] for row in rows] for place in range(3))
-        assert all(len(one) == 1 for one in ids)
-        numbers = [one[0] for one in ids]
+        tokens, positions, ids = ([row[n] for row in rows] for n in range(3))
+        assert all(len(cell_ids) == 1 for cell_ids in ids)
+        numbers = [cell_ids[0] for cell_ids in ids]
         texts = context.recurrent.decode(numbers, positions, tokens, context.params.n_ubatch)
         self.states = dict(zip(zip(numbers, positions, strict=True), texts, strict=True))
 
     def attended(self, context, pos, ids):
         """What a row attends to; with what its state has read, if that is another text."""
-        found, read = super().attended(context, pos, ids), self.states[ids[0], pos]
-        return found if [token for _, token in found] == list(read) else [*found, *read]
+        cells, read = super().attended(context, pos, ids), self.states[ids[0], pos]
+        return cells if [token for _, token in cells] == list(read) else [*cells, *read]

@@ -13,24 +13,26 @@ class Recorder(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, found))
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
 
 
 def replayed(forward):
     """Run ``forward`` once; every later call repeats its operations and overwrites its results, as a graph would."""
     forward()  # allocates what is allocated once
     with Recorder() as recorder:
-        found = forward()
+        output = forward()
 
     def replay():
         for func, args, kwargs, results in recorder.calls:
-            inputs = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+            inputs = {
+                leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)
+            }
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
                 if torch.is_tensor(old) and old.untyped_storage().data_ptr() not in inputs:  # no view, not in place
                     old.copy_(new)
-        return found
+        return output
 
     return replay

@@ -58,17 +58,17 @@ def attended(segment):
 
 def expected(kind, sequence, computed, shape, number):
     """The same by loops over positions and paths: for each pending token, then for each node."""
-    length, found = len(sequence), []
+    length, slots = len(sequence), []
     for query in range(computed, length):
-        found.append({int(sequence.slots[key]) for key in range(query + 1) if reaches(kind, query, key)})
+        slots.append({int(sequence.slots[key]) for key in range(query + 1) if reaches(kind, query, key)})
     for row in shape.trees[number][1:].tolist():
         query = length - 1 + int(shape.depth[row])
-        own = {int(sequence.slots[key]) for key in range(length) if reaches(kind, query, key)}
+        held = {int(sequence.slots[key]) for key in range(length) if reaches(kind, query, key)}
         for node in shape.path(row):
             if reaches(kind, query, length - 1 + int(shape.depth[node])):
-                own.add(int(sequence.held[shape.places[node]]))
-        found.append(own)
-    return found
+                held.add(int(sequence.held[shape.places[node]]))
+        slots.append(held)
+    return slots
 
 
 class Layers:
@@ -104,8 +104,8 @@ def test_trees_forks_and_holes_have_the_masks_of_plain_loops():
     layers.sequences[1].accept([0, 1])
     layers.sequences[0].truncate(5)
     layers.prepare([3, 1], forest((chain(0), TREE)))
-    for one in layers.sequences:
-        one.accept()
+    for sequence in layers.sequences:
+        sequence.accept()
     layers.prepare([1, 1], forest((chain(0), chain(0))))
 
 
@@ -114,11 +114,11 @@ def test_trees_forks_and_holes_have_the_masks_of_plain_loops():
 def test_random_forests_have_the_masks_of_plain_loops(actions, seed):
     generator, layers = np.random.default_rng(seed), Layers()
     for action in [*actions, "step"]:
-        one = layers.sequences[int(generator.integers(len(layers.sequences)))]
+        seq = layers.sequences[int(generator.integers(len(layers.sequences)))]
         if action == "fork":
-            layers.sequences.append(one.fork())
+            layers.sequences.append(seq.fork())
         elif action == "truncate":
-            one.truncate(int(generator.integers(len(one) + 1)))
+            seq.truncate(int(generator.integers(len(seq) + 1)))
         else:
             count = len(layers.sequences)
             trees = [
@@ -138,8 +138,8 @@ def test_full_attention_and_what_a_window_leaves_whole_have_no_mask():
     assert [segments[kind][0].causal for kind in KINDS] == [True, False, True, True]
     layers.prepare([4], chain(0))
     segments = layers.prepare([1], chain(0)).pack.segments  # position 7
-    assert all(one.mask is None and not one.causal for (one,) in segments.values())
-    assert [(one.first, one.end) for (one,) in segments.values()] == [(0, 8), (7, 8), (4, 8), (6, 8)]
+    assert all(segment.mask is None and not segment.causal for (segment,) in segments.values())
+    assert [(segment.first, segment.end) for (segment,) in segments.values()] == [(0, 8), (7, 8), (4, 8), (6, 8)]
 
 
 def test_kinds_are_read_from_the_config_of_the_model():
@@ -183,12 +183,12 @@ def by_loops(query, keys, values, sees, scaling=None, softcap=None, s_aux=None):
     """Attention ``[heads, n, dim]`` by loops over heads and rows; ``sees[i]`` are the keys of row i."""
     out = torch.zeros_like(query)
     for head, row in np.ndindex(query.shape[:2]):
-        own = keys[head // (len(query) // len(keys)), sees[row]], values[head // (len(query) // len(keys)), sees[row]]
-        scores = own[0] @ query[head, row] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        kv = keys[head // (len(query) // len(keys)), sees[row]], values[head // (len(query) // len(keys)), sees[row]]
+        scores = kv[0] @ query[head, row] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         sink = 0.0 if s_aux is None else s_aux[head].exp()
-        out[head, row] = (scores.exp() / (scores.exp().sum() + sink)) @ own[1]
+        out[head, row] = (scores.exp() / (scores.exp().sum() + sink)) @ kv[1]
     return out
 
 
@@ -208,21 +208,21 @@ def test_soft_caps_and_sinks_are_those_of_plain_loops(asked, kv_heads):
         for number, kind in enumerate(KINDS):
             layer, _ = prepared.pack.update(key, value, number)
             more = asked | dict(sliding_window=kind.sliding_window)
-            found = cell_attention(torch.nn.Identity(), query, layer, layer, None, **more)[0][0].transpose(0, 1)
-            for one in prepared.pack.segments[kind]:
-                sees = [sorted(cells) for cells in attended(one)]
-                views = [store[one.stream][0] for store in layers.cells.views[number]]
-                expected = by_loops(query[0, :, one.start : one.stop], *views, sees, **asked)
-                torch.testing.assert_close(found[:, one.start : one.stop], expected)
+            output = cell_attention(torch.nn.Identity(), query, layer, layer, None, **more)[0][0].transpose(0, 1)
+            for segment in prepared.pack.segments[kind]:
+                sees = [sorted(cells) for cells in attended(segment)]
+                views = [store[segment.stream][0] for store in layers.cells.views[number]]
+                expected = by_loops(query[0, :, segment.start : segment.stop], *views, sees, **asked)
+                torch.testing.assert_close(output[:, segment.start : segment.stop], expected)
     for kind in KINDS:
         config = SimpleNamespace(
             attention_chunk_size=kind.chunk, num_hidden_layers=1, layer_types=[kind.layer_type],
             sliding_window=kind.sliding_window,
         )  # fmt: skip
         module, more = SimpleNamespace(config=config, layer_idx=0), asked | dict(sliding_window=kind.sliding_window)
-        found = cell_attention(module, query, key, value, None, **more)[0][0].transpose(0, 1)
+        output = cell_attention(module, query, key, value, None, **more)[0][0].transpose(0, 1)
         sees = [[column for column in range(row + 1) if reaches(kind, row, column)] for row in range(rows)]
-        torch.testing.assert_close(found, by_loops(query[0], key[0], value[0], sees, **asked))
+        torch.testing.assert_close(output, by_loops(query[0], key[0], value[0], sees, **asked))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -266,7 +266,7 @@ def greedy(lm, prompts, futures, shape, new):
     """
     caches, tokens = [lm.open() for _ in prompts], [list(prompt) for prompt in prompts]
     joined, steps = forest((shape,) * len(prompts)), 0
-    while any(len(one) - len(prompt) < new for one, prompt in zip(tokens, prompts, strict=True)):
+    while any(len(text) - len(prompt) < new for text, prompt in zip(tokens, prompts, strict=True)):
         drafted = np.zeros(joined.nodes, dtype=np.int64)
         for number, rows in enumerate(joined.trees):
             coming = [*futures[number][len(tokens[number]) :], *[0] * shape.nodes]
@@ -274,7 +274,7 @@ def greedy(lm, prompts, futures, shape, new):
                 depth, right = int(joined.depth[row]), not any(joined.ranks(row))
                 spoiled = not right or (steps % 3 == 2 and depth > 1)
                 drafted[row - joined.roots] = (coming[depth - 1] + spoiled) % VOCABULARY
-        pending = [one[len(cache) :] for one, cache in zip(tokens, caches, strict=True)]
+        pending = [text[len(cache) :] for text, cache in zip(tokens, caches, strict=True)]
         logits = lm.forward(caches, pending, Draft(joined, torch.from_numpy(drafted))).logits.argmax(-1).tolist()
         for number, cache in enumerate(caches):
             row, kept = number, []
@@ -287,7 +287,7 @@ def greedy(lm, prompts, futures, shape, new):
                 kept.append(int(joined.places[row]))
             cache.accept(kept)
         steps += 1
-    return [one[: len(prompt) + new] for one, prompt in zip(tokens, prompts, strict=True)], steps
+    return [text[: len(prompt) + new] for text, prompt in zip(tokens, prompts, strict=True)], steps
 
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])
@@ -304,8 +304,8 @@ def test_greedy_decoding_beyond_a_sliding_window_equals_generate(family, shape, 
         mask = torch.ones_like(ids)
         truth.append(plain.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new)[0].tolist())
     lm = CausalLM(tiny_model(family), attention, chunk=4)
-    found, steps = greedy(lm, prompts, truth, shape, new)
-    assert found == truth
+    texts, steps = greedy(lm, prompts, truth, shape, new)
+    assert texts == truth
     assert steps < new if shape.nodes else steps == new
     full = CausalLM(tiny_model(family, sliding_window=None), attention)
     assert greedy(full, prompts, truth, chain(0), new)[0] != truth, "the window matters"

@@ -16,11 +16,11 @@ H, SIZE = 6, 3
 def one_layer(seen):
     """Attention of one head whose queries, keys and values are the rows themselves."""
 
-    def layers(x, positions, pack, own):
-        seen.append(positions[0].index_select(0, own).tolist())
+    def layers(x, positions, pack, block_rows):
+        seen.append(positions[0].index_select(0, block_rows).tolist())
         keys = x[:, None]  # [1, heads, N, H]
         read, _ = pack.update(keys, keys, 0)
-        return read.attend(keys, Softmax())[0, :, 0].index_select(0, own)
+        return read.attend(keys, Softmax())[0, :, 0].index_select(0, block_rows)
 
     return layers
 
@@ -53,24 +53,24 @@ def test_blocks_attend_to_all_features_and_to_themselves(lm, chunk):
     for step, lengths in enumerate([(5, 1), (1, 4), (0, 2), (3, 0)]):
         new = [rows(length, H, seed=10 * step + n) for n, length in enumerate(lengths)]
         block = rows(2, SIZE, H, seed=100 + step)
-        found = computed(lm, sequences, new, block)
+        outputs = computed(lm, sequences, new, block)
         known = [torch.cat(both) for both in zip(known, new, strict=True)]
         for n in range(2):
-            torch.testing.assert_close(found[n], dense(known[n], block[n]))
-        assert [len(one) for one in sequences] == [len(one) for one in known]
-        assert lm.seen[-1] == [len(one) + row for one in known for row in range(SIZE)]
+            torch.testing.assert_close(outputs[n], dense(known[n], block[n]))
+        assert [len(sequence) for sequence in sequences] == [len(text) for text in known]
+        assert lm.seen[-1] == [len(text) + row for text in known for row in range(SIZE)]
 
 
 def test_a_block_of_a_fork_reads_the_common_part_and_its_own(lm):
     first, block = rows(4, H, seed=1), rows(1, SIZE, H, seed=2)
-    one = lm.open()
-    computed(lm, [one], [first], block)
-    twin = one.fork()
-    one.truncate(2)
+    kv = lm.open()
+    computed(lm, [kv], [first], block)
+    twin = kv.fork()
+    kv.truncate(2)
     more = [rows(2, H, seed=3), rows(1, H, seed=4)]
-    found = computed(lm, [one, twin], more, torch.cat([block, block]))
-    torch.testing.assert_close(found[0], dense(torch.cat([first[:2], more[0]]), block[0]))
-    torch.testing.assert_close(found[1], dense(torch.cat([first, more[1]]), block[0]))
-    one.close()
+    outputs = computed(lm, [kv, twin], more, torch.cat([block, block]))
+    torch.testing.assert_close(outputs[0], dense(torch.cat([first[:2], more[0]]), block[0]))
+    torch.testing.assert_close(outputs[1], dense(torch.cat([first, more[1]]), block[0]))
+    kv.close()
     twin.close()
     assert not lm.cells.references.any()

@@ -234,14 +234,14 @@ def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
         draft = random_draft(forest((TREE, chain(2))), np.random.default_rng(1))
         output = lm.forward(caches[:2], pending[:2], draft, [(caches[2], pending[2])])
         assert len(output.pending) == 3 and len(output.nodes) == 2 and len(output.logits) == draft.shape.rows
-        for all_, new, found in zip(tokens, pending, output.pending, strict=True):
+        for all_, new, hidden in zip(tokens, pending, output.pending, strict=True):
             expected = plain_hidden(model, all_, layers)[len(all_) - len(new) :]
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-        for text, rows, found in zip(tokens, draft.shape.trees, output.nodes, strict=False):
+            torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-10)
+        for text, rows, hidden in zip(tokens, draft.shape.trees, output.nodes, strict=False):
             for node, row in enumerate(rows[1:].tolist()):
                 path = [int(draft.token[at - draft.shape.roots]) for at in draft.shape.path(row)]
                 expected = plain_hidden(model, text + path, layers)[-1]
-                torch.testing.assert_close(found[node], expected, rtol=0, atol=1e-10)
+                torch.testing.assert_close(hidden[node], expected, rtol=0, atol=1e-10)
         for cache in caches:
             cache.accept()
     lm.capture(())
@@ -255,12 +255,12 @@ def test_observed_hidden_states_keep_no_memory_of_other_rows(nodes):
     lm.capture((-1,))
     draft = random_draft(forest((TREE, TREE)), np.random.default_rng(1))
     output = lm.forward([lm.open(), lm.open()], [[5, 9, 2, 8, 1, 7], [3]], draft)
-    for place, count in enumerate([6, 1]):
-        found = output.observed(place, nodes)
-        assert found is not None and len(found) == count + len(nodes)
-        expected = torch.cat([output.pending[place], output.nodes[place][nodes]])
-        assert torch.equal(found, expected)
-        assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
+    for number, count in enumerate([6, 1]):
+        hidden = output.observed(number, nodes)
+        assert hidden is not None and len(hidden) == count + len(nodes)
+        expected = torch.cat([output.pending[number], output.nodes[number][nodes]])
+        assert torch.equal(hidden, expected)
+        assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
 
 
 @pytest.mark.parametrize("layers", [(3,), (-4,), (0, 7)])
@@ -299,7 +299,7 @@ def test_sequences_that_only_prefill_share_a_forward_and_get_no_logits(attention
         cache.accept()
     draft = random_draft(forest((chain(2),) * 4), np.random.default_rng(3))
     output = lm.forward(caches, [[7]] * 4, draft)
-    assert_rows_match(lm.model, [[*one, 7] for one in tokens], draft, output.logits)
+    assert_rows_match(lm.model, [[*text, 7] for text in tokens], draft, output.logits)
 
 
 def assert_levels_match(lm):
@@ -311,10 +311,10 @@ def assert_levels_match(lm):
     for level in range(1, shape.deepest + 1):
         rows = np.concatenate([tree[shape.depth[tree] == level] for tree in shape.trees])
         logits = lm.extend(caches, shape, rows, draft.token[torch.from_numpy(rows - shape.roots)]).logits
-        for row, found in zip(rows.tolist(), logits, strict=True):
+        for row, row_logits in zip(rows.tolist(), logits, strict=True):
             path = [int(draft.token[at - shape.roots]) for at in shape.path(row)]
             expected = plain(lm.model, tokens[int(shape.root[row])] + path)
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(row_logits, expected, rtol=0, atol=1e-10)
     for cache in caches:
         cache.accept()
     assert [len(cache) for cache in caches] == [3, 4]

@@ -38,12 +38,12 @@ def test_forests_on_a_gpu_have_the_logits_of_the_cpu(family, fixed):
         shape = forest((TREE, chain(2)))
         pending = [tokens[len(cache) :] for tokens, cache in zip(world.tokens, world.caches, strict=True)]
         drafted = torch.from_numpy(world.generator.integers(0, 61, shape.nodes))
-        found = lm.forward(world.caches, pending, Draft(shape, drafted.cuda())).logits.cpu()
+        logits = lm.forward(world.caches, pending, Draft(shape, drafted.cuda())).logits.cpu()
         for row in range(shape.rows):
             text = world.tokens[int(shape.root[row])] + [int(drafted[at - 2]) for at in shape.path(row)]
             with torch.inference_mode():
                 expected = oracle(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-            torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-8)
+            torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-8)
         for b, cache in enumerate(world.caches):
             row, kept = b, []
             for rank in accept[b]:
@@ -65,6 +65,6 @@ def test_requests_on_a_gpu_get_the_tokens_of_the_cpu(fixed, temperature):
             requests = [Request(n, f"r{n}", (1, 2, 3, 1, 2), Sampling(temperature), 30) for n in range(3)]
             group = fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), requests)
             list(group)
-            texts[device, proposer.name] = [one.tokens for one in group.sequences]
-    for (device, name), found in texts.items():
-        assert found == texts["cpu", name], (device, name)
+            texts[device, proposer.name] = [sequence.tokens for sequence in group.sequences]
+    for (device, name), text in texts.items():
+        assert text == texts["cpu", name], (device, name)

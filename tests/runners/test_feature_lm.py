@@ -37,9 +37,9 @@ def test_outputs_do_not_depend_on_the_parts_in_which_inputs_are_computed(chunk):
     for step, lengths in enumerate([(5, 1), (1, 4), (2, 2)]):
         new = [rows(length, 10 * step + n) for n, length in enumerate(lengths)]
         timed = Clock(torch.device("cpu")).phase("propose_forward")
-        found = lm.forward(sequences, lengths, torch.cat(new), timed)
+        output = lm.forward(sequences, lengths, torch.cat(new), timed)
         known = [torch.cat(both) for both in zip(known, new, strict=True)]
-        torch.testing.assert_close(found, torch.stack([last_of(one) for one in known]))
-        assert [len(one) for one in sequences] == [len(one) for one in known]
+        torch.testing.assert_close(output, torch.stack([last_of(text) for text in known]))
+        assert [len(sequence) for sequence in sequences] == [len(text) for text in known]
         assert starts[-1][-1] == len(known[1]) - 1, "positions continue"
     assert max(sizes) <= 2 * chunk and len(sizes) == (3 if chunk == 512 else 6)

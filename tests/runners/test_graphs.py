@@ -180,7 +180,7 @@ def test_prompts_and_steps_with_too_many_rows_run_in_shapes_as_they_come():
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_draft_model_and_a_target_in_fixed_shapes_emit_the_same_tokens(drawn, sampling):
     """Grown level by level, verified as trees, in a batch whose sequences end at different times."""
-    found = []
+    texts = []
     for fixed_shapes in (False, True):
         target = Target(CausalLM(tiny_model(), fixed=fixed_shapes), None, "tiny", CONTEXT, "", 0.0)
         small = CausalLM(tiny_model(seed=1, num_hidden_layers=1), fixed=fixed_shapes)
@@ -188,9 +188,9 @@ def test_a_draft_model_and_a_target_in_fixed_shapes_emit_the_same_tokens(drawn, 
             lm.graphs.capture = replayed
         wanted = requests(sampling, stop=frozenset({7, 11}))
         group, _ = decode(target, draft_model("2x2x1", drawn, 1.0, lm=small), wanted)
-        found.append(emitted(group))
+        texts.append(emitted(group))
         assert all(bool(lm.graphs.captured) == fixed_shapes for lm in (target.lm, small))
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 @given(st.integers(1, 4096))

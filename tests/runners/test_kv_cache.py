@@ -44,7 +44,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
         labels = np.arange(self.label + 1, self.label + count + 1)
         self.label += count
         self.write(torch.from_numpy(labels).float(), [(sequence.stream, 0, count, as_index(slots, CPU))])
-        kept = [place for place in kept if place < count]
+        kept = [index for index in kept if index < count]
         self.cells.keep(sequence, slots[kept].tolist())
         self.cells.drop(sequence, np.delete(slots, kept))
         self.lists[sequence] += labels[kept].tolist()
@@ -132,8 +132,8 @@ def test_each_span_has_the_cells_that_its_request_needs():
     cells = Cells()
     sequences = [cells.open(reserve) for reserve in (100, 5000, 300)]
     assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN] and sum(cells.capacities) == allocated([100, 5000, 300])
-    for one in sequences:
-        cells.close(one)
+    for sequence in sequences:
+        cells.close(sequence)
     assert [cells.open(reserve).stream for reserve in (300, 200, 300)] == [2, 0, 1], "the smallest with room"
     cells.open(600)
     assert cells.capacities == [GRAIN, 20 * GRAIN, 2 * GRAIN, 3 * GRAIN]
@@ -146,7 +146,7 @@ def test_an_exact_span_is_freed_with_its_sequence():
     for length in (600, 3, 300):
         copy = cells.copy(long, length, length, exact=True)
         assert (copy.stream, cells.capacities) == (1, [3 * GRAIN, *allocated_each(length)])
-        assert [one.shape[2] for one in cells.views[0][0]] == cells.capacities
+        assert [view.shape[2] for view in cells.views[0][0]] == cells.capacities
         cells.close(copy)
         assert cells.capacities == [3 * GRAIN, 0] and cells.views[0][1][1].numel() == 0
     cells.close(long)
@@ -161,8 +161,8 @@ def test_the_largest_unused_span_grows_where_none_has_room():
     cells = Cells()
     sequences = [cells.open(100), cells.open(700)]
     cells.write(0, torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 0, 1), [])
-    for one in [*sequences, cells.open(300)]:
-        cells.close(one)
+    for sequence in [*sequences, cells.open(300)]:
+        cells.close(sequence)
     assert cells.open(1000).stream == 1 and cells.capacities == [GRAIN, 4 * GRAIN, 2 * GRAIN]
     assert [store.shape[2] for store in cells.views[0][0]] == cells.capacities
 
@@ -170,8 +170,8 @@ def test_the_largest_unused_span_grows_where_none_has_room():
 @pytest.mark.parametrize("reserves", [[100], [100] * 8, [100, 600, 30, 30, 30]])
 def test_a_uniform_store_has_the_spans_that_are_estimated(reserves):
     cells = Cells(uniform=True)
-    for one in sorted(reserves, reverse=True):
-        cells.open(one)
+    for reserve in sorted(reserves, reverse=True):
+        cells.open(reserve)
     assert sum(cells.capacities) == allocated(reserves, uniform=True)
 
 

@@ -64,8 +64,8 @@ def test_logits_are_those_of_a_plain_forward_with_rounded_keys_and_values(family
 ])  # fmt: skip
 def test_so_are_those_of_layers_with_windows_chunks_soft_caps_and_latents(make, attention, fixed):
     model = make()
-    found = self_check(model, attention, fixed, F8)
-    assert 0 < found.error < found.allowed
+    check = self_check(model, attention, fixed, F8)
+    assert 0 < check.error < check.allowed
     lm, text = CausalLM(model, attention, fixed=fixed, kv_dtype=F8), list(range(20))
     assert not torch.allclose(lm.plain_logits(text, 3), CausalLM(model, attention).plain_logits(text, 3), atol=1e-6)
 
@@ -86,26 +86,26 @@ def test_alibi_biases_are_not_rounded(tmp_path):
 def test_speculative_and_autoregressive_decoding_have_the_same_target(make):
     target = replace(tiny_target(), lm=rounded(F8))
     requests = [Request(n, f"p{n}", tuple(range(3 + n, 12)), COLD, 12) for n in range(2)]
-    found = []
+    texts = []
     for proposer, verifier in ((Null(), Match()), (make(target), Traversal())):
         group = fixed_group(Arm(target, proposer, verifier, CounterDraws(0)), requests)
         list(group)
-        found.append([one.emitted for one in group.sequences])
-    assert found[0] == found[1]
-    text = [*requests[0].tokens, *found[0][0]]
+        texts.append([sequence.emitted for sequence in group.sequences])
+    assert texts[0] == texts[1]
+    text = [*requests[0].tokens, *texts[0][0]]
     logits = target.plain_logits(text, len(requests[0].tokens))
-    assert logits[:-1].argmax(-1).tolist() == found[0][0]
+    assert logits[:-1].argmax(-1).tolist() == texts[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BF16], ids=str)
 def test_keys_and_values_that_are_rounded_more_than_in_a_plain_forward_are_refused(dtype, monkeypatch):
     model = tiny_model(dtype=dtype)
-    found = self_check(model, "spans", kv_dtype=F16)
-    assert 1e-5 < found.error < found.allowed < 0.02
+    check = self_check(model, "spans", kv_dtype=F16)
+    assert 1e-5 < check.error < check.allowed < 0.02
     right = Cells.write
 
     def write(cells, layer, key, value, places):
-        key, value = ((one if cells.dtype is None else one.to(F8).to(one.dtype)) for one in (key, value))
+        key, value = ((tensor if cells.dtype is None else tensor.to(F8).to(tensor.dtype)) for tensor in (key, value))
         return right(cells, layer, key, value, places)
 
     monkeypatch.setattr(Cells, "write", write)

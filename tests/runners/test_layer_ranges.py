@@ -25,8 +25,8 @@ class Pair:
 
     def __init__(self, model, end=1, states=(), chunk=512):
         self.lm, self.oracle, self.end = CausalLM(model, chunk=chunk), CausalLM(model, chunk=chunk), end
-        for one in (self.lm, self.oracle):
-            one.capture(states)
+        for lm in (self.lm, self.oracle):
+            lm.capture(states)
         self.generator = np.random.default_rng(3)
         self.tokens, self.own, self.other = [], [], []
 
@@ -47,16 +47,16 @@ class Pair:
         shape, timed = draft.shape, self.lm.clock.phase("propose_forward")
         trees = range(shape.roots) if trees is None else trees
         kvs = [kv if n in trees else None for n, kv in enumerate(self.own)]
-        one = self.lm.draft_pass(Route(0, self.end))
+        draft_pass = self.lm.draft_pass(Route(0, self.end))
         pending = self.pending
-        got = one.forward([kv for kv in kvs if kv is not None], [pending[n] for n in trees], timed)
+        got = draft_pass.forward([kv for kv in kvs if kv is not None], [pending[n] for n in trees], timed)
         assert got.logits.shape == (len(trees), VOCABULARY)
         assert len(got.exits) == sum(len(pending[n]) for n in trees)
         for level in levels:
             rows = np.flatnonzero((shape.depth == level) & np.isin(shape.root, trees))
             if len(rows):
-                one.extend(kvs, shape, rows, draft.array[rows - shape.roots], timed)
-        return one
+                draft_pass.extend(kvs, shape, rows, draft.array[rows - shape.roots], timed)
+        return draft_pass
 
     @torch.inference_mode()
     def compare(self, draft, prefill=(), continued=True):
@@ -67,12 +67,12 @@ class Pair:
         wanted = self.oracle.forward([self.other[n] for n in trees], [pending[n] for n in trees], draft, more[1])
         prepared = self.lm.prepare([self.own[n] for n in trees], [pending[n] for n in trees], draft, more[0])
         assert isinstance(prepared, Continued) == continued
-        found = self.lm.run(prepared)
-        torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=1e-10)
-        assert found.attended == wanted.attended
-        for mine, theirs in zip(found.pending, wanted.pending, strict=True):
+        outputs = self.lm.run(prepared)
+        torch.testing.assert_close(outputs.logits, wanted.logits, rtol=0, atol=1e-10)
+        assert outputs.attended == wanted.attended
+        for mine, theirs in zip(outputs.pending, wanted.pending, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
-        for mine, theirs in zip(found.nodes, wanted.nodes, strict=True):
+        for mine, theirs in zip(outputs.nodes, wanted.nodes, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
         return prepared
 
@@ -186,13 +186,13 @@ def test_a_draft_in_the_memory_of_a_device_needs_its_tokens_on_the_host(monkeypa
     monkeypatch.setattr(Draft, "array", None)
     host = draft.token.numpy().copy()
     for token, known in ((draft.token, host), (draft.token, None), (draft.token.clone(), host)):
-        one = pair.lm.draft_pass(Route(0, 1))
+        draft_pass = pair.lm.draft_pass(Route(0, 1))
         timed = pair.lm.clock.phase("propose_forward")
-        one.forward(pair.own, pair.pending, timed)
-        one.extend(pair.own, draft.shape, np.array([1]), host[:1], timed)
-        one.finish(token, known)
-        found = pair.compare(draft)  # the row of the pending token is known in any case
-        assert found.rest.ids.shape[1] == (1 if token is draft.token and known is not None else 2)
+        draft_pass.forward(pair.own, pair.pending, timed)
+        draft_pass.extend(pair.own, draft.shape, np.array([1]), host[:1], timed)
+        draft_pass.finish(token, known)
+        outputs = pair.compare(draft)  # the row of the pending token is known in any case
+        assert outputs.rest.ids.shape[1] == (1 if token is draft.token and known is not None else 2)
         pair.accept(draft, [(0,)])
     pair.close()
 
@@ -217,10 +217,10 @@ def test_the_cells_of_a_draft_pass_are_given_back(what):
     pair.tokens[0] += [5, 8]
     draft = pair.random(TREE)
     before = pair.lm.cells.references.sum()
-    one = pair.ahead(draft, (1,))
+    draft_pass = pair.ahead(draft, (1,))
     assert pair.lm.cells.references.sum() == before + 2 + 3
     if what != "unfinished":
-        one.finish(draft.token)
+        draft_pass.finish(draft.token)
     if what == "truncate":
         pair.own[0].truncate(5)
         pair.other[0].truncate(5)
@@ -233,8 +233,8 @@ def test_the_cells_of_a_draft_pass_are_given_back(what):
         pair.ahead(draft, ())
         assert pair.lm.cells.references.sum() == before + 2
     elif what == "drop":
-        one.drop()
-        one.drop()
+        draft_pass.drop()
+        draft_pass.drop()
         assert pair.lm.cells.references.sum() == before
     elif what == "other pending":
         pair.tokens[0][-1] = 9
@@ -276,24 +276,24 @@ def test_skipped_sublayers_add_nothing_to_the_residual_stream(skipped):
     prefix = CausalLM(other)  # its past is the whole model's, as for a draft pass
     draft, timed = pair.random(forest((TREE, chain(2)))), pair.lm.clock.phase("propose_forward")
     pair.compare(empty(2), continued=False)
-    pair.tokens = [[*one, 3, 1] for one in pair.tokens]
+    pair.tokens = [[*text, 3, 1] for text in pair.tokens]
     theirs = [prefix.open() for _ in pair.own]
-    prefix.forward(theirs, [one[:-2] for one in pair.tokens], empty(2))
+    prefix.forward(theirs, [text[:-2] for text in pair.tokens], empty(2))
     for mine, their in zip(prefix.cells.views, pair.lm.cells.views, strict=True):
         for spans, other_spans in zip(mine, their, strict=True):
             for span, other_span in zip(spans, other_spans, strict=True):
                 span.copy_(other_span)
     wanted = prefix.forward(theirs, pair.pending, draft).logits
-    one = pair.lm.draft_pass(Route(skipped=frozenset(Sublayer(*each) for each in skipped)))
+    draft_pass = pair.lm.draft_pass(Route(skipped=frozenset(Sublayer(*each) for each in skipped)))
     before = pair.lm.cells.references.sum()
-    roots = one.forward(pair.own, pair.pending, timed)
+    roots = draft_pass.forward(pair.own, pair.pending, timed)
     assert roots.exits is None
     torch.testing.assert_close(roots.logits, wanted[:2], rtol=0, atol=1e-10)
     for level in (1, 2):
         rows = np.flatnonzero(draft.shape.depth == level)
-        nodes = one.extend(pair.own, draft.shape, rows, draft.array[rows - 2], timed)
+        nodes = draft_pass.extend(pair.own, draft.shape, rows, draft.array[rows - 2], timed)
         torch.testing.assert_close(nodes.logits, wanted[rows], rtol=0, atol=1e-10)
-    one.drop()
+    draft_pass.drop()
     assert pair.lm.cells.references.sum() == before
     pair.compare(draft, continued=False)
     pair.close()
@@ -317,7 +317,9 @@ def test_a_route_that_the_model_does_not_have_is_refused():
     for route in (Route(0, 3), Route(1), Route(0, 0), Route(skipped=frozenset({Sublayer("mlp", 3)}))):
         with pytest.raises(ValueError, match="the model has 3 layers"):
             lm.draft_pass(route)
-    assert not {one for one in CausalLM(model_of("opt")).sublayers if one.kind == "mlp"}  # in no module of their own
+    assert not {
+        sublayer for sublayer in CausalLM(model_of("opt")).sublayers if sublayer.kind == "mlp"
+    }  # in no module of their own
 
 
 def test_a_loop_over_the_layers_may_read_their_attributes():
@@ -326,18 +328,18 @@ def test_a_loop_over_the_layers_may_read_their_attributes():
     for layer in model.layers:
         layer.attention_type = "full"
     seen = []
-    model.register_forward_pre_hook(lambda one, _: seen.append([layer.attention_type for layer in one.layers]))
+    model.register_forward_pre_hook(lambda module, _: seen.append([layer.attention_type for layer in module.layers]))
     pair.add(4)
     draft = pair.random(chain(2))
     pair.ahead(draft).finish(draft.token)
     pair.compare(draft)
     timed = pair.lm.clock.phase("propose_forward")
     skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 1), Sublayer("mlp", 0)})
-    one = pair.lm.draft_pass(Route(skipped=skipped))
+    draft_pass = pair.lm.draft_pass(Route(skipped=skipped))
     pair.accept(draft, [()])
-    one.forward(pair.own, pair.pending, timed)
-    one.drop()
-    assert seen and all(one == ["full"] * 3 for one in seen)
+    draft_pass.forward(pair.own, pair.pending, timed)
+    draft_pass.drop()
+    assert seen and all(kinds == ["full"] * 3 for kinds in seen)
     pair.close()
 
 
@@ -350,12 +352,12 @@ def test_a_failure_leaves_hooks_layers_and_cells_as_they_were(where):
     draft, timed = pair.random(chain(3)), pair.lm.clock.phase("propose_forward")
     assert pair.lm.sublayers
     if where == "skipped":
-        one = pair.lm.draft_pass(Route(skipped=frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})))
+        draft_pass = pair.lm.draft_pass(Route(skipped=frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})))
     else:
         pair.ahead(draft).finish(draft.token)
     handle = before[0][0 if where == "rest" else 2].register_forward_pre_hook(lambda *_: 1 / 0)
     if where == "skipped":
-        fails = lambda: one.forward(pair.own, pair.pending, timed)  # noqa: E731
+        fails = lambda: draft_pass.forward(pair.own, pair.pending, timed)  # noqa: E731
     else:
         fails = torch.inference_mode()(lambda: pair.lm.run(pair.lm.prepare(pair.own, pair.pending, draft)))
     with pytest.raises(ZeroDivisionError):

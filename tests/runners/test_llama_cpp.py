@@ -79,18 +79,18 @@ def test_any_forests_have_the_logits_of_plain_texts_after_any_acceptance_rewind_
         prefill = [(lm.open(), generator.integers(0, V, 4).tolist())]
         output = lm.forward(open_, pending, draft, prefill)
         tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
-        for found, text in zip(output.logits, texts(draft, tokens), strict=True):
-            np.testing.assert_array_equal(found, logits_of(text, V))
-        for place, sequence in enumerate(open_):
-            path = draft.shape.path(int(generator.choice(draft.shape.trees[place])))
+        for row_logits, text in zip(output.logits, texts(draft, tokens), strict=True):
+            np.testing.assert_array_equal(row_logits, logits_of(text, V))
+        for number, sequence in enumerate(open_):
+            path = draft.shape.path(int(generator.choice(draft.shape.trees[number])))
             path = path[: int(generator.integers(0, len(path) + 1))]
             sequence.accept(draft.shape.places[np.array(path, dtype=np.int64)])
-            tokens[place] = tokens[place] + [int(draft.token[node - len(open_)]) for node in path]
+            tokens[number] = tokens[number] + [int(draft.token[node - len(open_)]) for node in path]
             if generator.random() < 0.4:
                 length = int(generator.integers(0, len(sequence) + 1))
                 sequence.truncate(length)
-                tokens[place] = tokens[place][:length]
-            assert len(sequence) == len(tokens[place])
+                tokens[number] = tokens[number][:length]
+            assert len(sequence) == len(tokens[number])
         open_.append(prefill[0][0])
         tokens.append(prefill[0][1])
         chosen = int(generator.integers(0, len(open_)))
@@ -131,17 +131,17 @@ def test_a_forest_that_grows_level_by_level_has_the_logits_of_plain_texts(seed, 
             rows = np.array(sorted(rows, key=lambda row: (shape.root[row], row)), dtype=np.int64)
             if not len(rows):
                 continue
-            given_ = [one if tree in shape.root[rows] else None for tree, one in enumerate(sequences)]
-            found = lm.extend(given_, shape, rows, draft.token[torch.from_numpy(rows - roots)])
-            assert found.hidden is None
+            given_ = [sequence if tree in shape.root[rows] else None for tree, sequence in enumerate(sequences)]
+            output = lm.extend(given_, shape, rows, draft.token[torch.from_numpy(rows - roots)])
+            assert output.hidden is None
             every = texts(draft, tokens)
-            for row, logits in zip(rows.tolist(), found.logits, strict=True):
+            for row, logits in zip(rows.tolist(), output.logits, strict=True):
                 np.testing.assert_array_equal(logits, logits_of(every[row], V))
-        for place, sequence in enumerate(sequences):
-            row = int(generator.choice([row for row in computed if shape.root[row] == place]))
+        for number, sequence in enumerate(sequences):
+            row = int(generator.choice([row for row in computed if shape.root[row] == number]))
             sequence.accept(shape.places[np.array(shape.path(row), dtype=np.int64)])
-            tokens[place] = every[row]
-            assert len(sequence) == len(tokens[place])
+            tokens[number] = every[row]
+            assert len(sequence) == len(tokens[number])
     for sequence in sequences:
         sequence.close()
     assert not used(lm)
@@ -180,9 +180,9 @@ def test_the_cache_grows_with_its_sequences_and_keeps_what_it_holds():
         tokens.append([number] * 90)
         lm.forward(sequences[-1:], tokens[-1:], empty(1))
     output = lm.forward(sequences, [[3]] * 6, draft_of([0, 0, 1, 1, 2, 3, 4, 5, 5, 5, 5, 5] * 2, 6))
-    for found, text in zip(output.logits[:6], tokens, strict=True):
-        np.testing.assert_array_equal(found, logits_of([*text, 3], V))
-    assert [one.n_ctx for one in library.made] == [256, 512, 1024, 1024] and library.made[-1].n_seq_max == 64
+    for row_logits, text in zip(output.logits[:6], tokens, strict=True):
+        np.testing.assert_array_equal(row_logits, logits_of([*text, 3], V))
+    assert [context.n_ctx for context in library.made] == [256, 512, 1024, 1024] and library.made[-1].n_seq_max == 64
 
 
 def test_a_cache_of_limited_size_that_is_full_says_which_limits_to_change():
@@ -221,18 +221,18 @@ def test_trees_with_more_leaves_than_ids_are_refused_by_number():
     wider = Shape(8, np.repeat(np.arange(8), 33))
     with pytest.raises(ValueError, match=r"8 sequences with trees of 33 leaves .* 256 sequence ids.*max_batch_size"):
         lm.forward(sequences, [[1]] * 8, Draft(wider, torch.zeros(264, dtype=torch.long)))
-    assert [len(one) for one in sequences] == [1] * 8, "what cannot be computed is not appended"
+    assert [len(sequence) for sequence in sequences] == [1] * 8, "what cannot be computed is not appended"
 
 
 def test_ids_that_leaves_no_longer_need_serve_other_sequences():
     lm = runner(batch=64)
-    one = lm.open()
-    lm.forward([one], [[1]], Draft(Shape(1, np.zeros(MAX_IDS, dtype=np.int64)), torch.zeros(MAX_IDS).long()))
-    one.accept([3])
+    kv = lm.open()
+    lm.forward([kv], [[1]], Draft(Shape(1, np.zeros(MAX_IDS, dtype=np.int64)), torch.zeros(MAX_IDS).long()))
+    kv.accept([3])
     others = [lm.open() for _ in range(MAX_IDS - 1)]
     with pytest.raises(ValueError, match="256 sequences require more"):
         lm.open()
-    output = lm.forward([one, others[-1]], [[2], [5]], empty(2))
+    output = lm.forward([kv, others[-1]], [[2], [5]], empty(2))
     np.testing.assert_array_equal(output.logits[0], logits_of([1, 0, 2], V))
 
 
@@ -265,14 +265,14 @@ def test_hidden_states_of_all_computed_rows_are_returned_in_the_order_asked_for(
     pending, draft = [[1, 2, 3, 1, 2, 3], [7]], draft_of([0, 1, 2, 0, 3], 2)
     output = lm.forward(sequences, pending, draft, [parts])
     every = texts(draft, pending)
-    for found, row in zip(output.logits, every, strict=True):
-        np.testing.assert_array_equal(found, logits_of(row, V))
-    for own, tokens in zip(output.pending, [*pending, parts[1]], strict=True):
+    for row_logits, row in zip(output.logits, every, strict=True):
+        np.testing.assert_array_equal(row_logits, logits_of(row, V))
+    for hidden, tokens in zip(output.pending, [*pending, parts[1]], strict=True):
         rows = [np.concatenate([state(tokens[: n + 1], layer % 3) for layer in layers]) for n in range(len(tokens))]
-        np.testing.assert_array_equal(own, np.array(rows))
-    for own, rows in zip(output.nodes, draft.shape.trees, strict=True):
+        np.testing.assert_array_equal(hidden, np.array(rows))
+    for hidden, rows in zip(output.nodes, draft.shape.trees, strict=True):
         texts_ = [every[row] for row in rows[1:]]
-        np.testing.assert_array_equal(own, [np.concatenate([state(t, n % 3) for n in layers]) for t in texts_])
+        np.testing.assert_array_equal(hidden, [np.concatenate([state(t, n % 3) for n in layers]) for t in texts_])
     sequences[0].accept([0])
     one_each = lm.forward(sequences[:1], [[8]], empty(1))
     text = [*every[2], 8]
@@ -380,9 +380,11 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
         engine.add(Request(number, f"p{number}", start, sampling, 12))
     steps = [(info.draft.token.tolist(), [done.path for done in info.committed]) for info in engine]
     assert not engine.errors
-    for one in (lm, draft):
-        assert one.freed() if isinstance(one, Plain) else not used(one) and not one.sequences
-    return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, steps
+    for model in (lm, draft):
+        assert model.freed() if isinstance(model, Plain) else not used(model) and not model.sequences
+    return {
+        (sequence.request.id, sequence.lineage): (sequence.emitted, sequence.finish) for sequence in engine.sequences
+    }, steps
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(2, 4), Limits(None, None, 60)], ids=["all", "chunks", "memory"])
@@ -390,9 +392,9 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.each_value
 def test_the_engine_decodes_as_with_a_runner_without_a_cache(kind, sampling, limits):
-    found = decoded(runner(), kind, sampling, limits)
-    assert any(path for _, paths in found[1] for path in paths)
-    assert found == decoded(Plain(), kind, sampling, limits)
+    outputs = decoded(runner(), kind, sampling, limits)
+    assert any(path for _, paths in outputs[1] for path in paths)
+    assert outputs == decoded(Plain(), kind, sampling, limits)
 
 
 def test_forks_and_removed_tokens_decode_as_without_a_cache():
@@ -401,8 +403,8 @@ def test_forks_and_removed_tokens_decode_as_without_a_cache():
         applied = AppliedConstraint(ControllerConstraint(lambda _: Scripted(script), V, "scripted"))
         return decoded(lm, "tree of the likeliest", WARM, applied=applied)
 
-    found = forked(runner())
-    assert len(found[0]) == 12 and found == forked(Plain())
+    copies = forked(runner())
+    assert len(copies[0]) == 12 and copies == forked(Plain())
 
 
 # The library ---------------------------------------------------------------------------------------------------------

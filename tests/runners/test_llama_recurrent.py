@@ -39,8 +39,8 @@ COLD, WARM = Sampling(0.0), Sampling(1.0)
 
 
 def runner(library=None, **more):
-    own = LlamaSettings(**{"batch": 64, "snapshots": SNAPSHOTS, **more})
-    return LlamaRecurrent(Model(library or FakeRecurrent(V), "fake.gguf"), own)
+    llama_settings = LlamaSettings(**{"batch": 64, "snapshots": SNAPSHOTS, **more})
+    return LlamaRecurrent(Model(library or FakeRecurrent(V), "fake.gguf"), llama_settings)
 
 
 def forward(lm, sequences, pending, draft, prefill=()):
@@ -78,16 +78,18 @@ def test_any_chains_have_the_logits_of_plain_texts_after_any_acceptance_rewind_a
 
 def trust_snapshots(monkeypatch):
     """Of tokens that the last call did not compute."""
-    own = RecurrentSequence.append
-    monkeypatch.setattr(RecurrentSequence, "append", lambda self, new, nodes, back: own(self, new, nodes, SNAPSHOTS))
+    original = RecurrentSequence.append
+    monkeypatch.setattr(
+        RecurrentSequence, "append", lambda self, new, nodes, back: original(self, new, nodes, SNAPSHOTS)
+    )
 
 
 def trust_after_other_forwards(monkeypatch):
-    own = RecurrentSequence.settle
+    original = RecurrentSequence.settle
 
     def settle(self):
         back = self.back
-        own(self)
+        original(self)
         self.back = back
 
     monkeypatch.setattr(RecurrentSequence, "settle", settle)
@@ -104,7 +106,7 @@ def keep_states_of_a_smaller_cache(monkeypatch):
 @pytest.mark.parametrize(
     "mutant",
     [trust_snapshots, trust_after_other_forwards, compute_all_together, keep_states_of_a_smaller_cache],
-    ids=lambda one: one.__name__,
+    ids=lambda function: function.__name__,
 )
 def test_a_runner_that_trusts_stale_or_moved_snapshots_has_wrong_logits(mutant, monkeypatch):
     mutant(monkeypatch)
@@ -141,25 +143,25 @@ def test_tokens_that_a_step_rejects_are_taken_back_without_computing_anything_ag
         draft = chains([4, 2, step % 3, 2], generator, V)
         output = forward(lm, sequences, [[1]] * 4, draft)
         for root, sequence in enumerate(sequences):
-            own, accepted = draft.shape.trees[root][1:] - 4, min(root, draft.shape.sizes[root] - 1)
+            nodes, accepted = draft.shape.trees[root][1:] - 4, min(root, draft.shape.sizes[root] - 1)
             sequence.accept([*range(accepted)])
             texts[root] += [1]
             np.testing.assert_array_equal(output.logits[root], logits_of(texts[root], V))
-            texts[root] += draft.token[own[:accepted]].tolist()
+            texts[root] += draft.token[nodes[:accepted]].tolist()
     assert sum(computed(library)) == 4 + sum(4 + 4 + 2 + step % 3 + 2 for step in range(10))
-    assert [one.n_ctx for one in library.made] == [512]
+    assert [context.n_ctx for context in library.made] == [512]
 
 
 def test_a_sequence_from_which_more_is_removed_is_computed_again_with_its_next_forward():
     library = FakeRecurrent(V)
     lm = runner(library)
-    one, other = lm.open(), lm.open()
-    forward(lm, [one, other], [[1, 2, 3, 4], [5]], empty(2))
-    one.truncate(2)
-    assert len(one) == 2
+    kv, other = lm.open(), lm.open()
+    forward(lm, [kv, other], [[1, 2, 3, 4], [5]], empty(2))
+    kv.truncate(2)
+    assert len(kv) == 2
     forward(lm, [other], [[6]], empty(1))
     assert computed(library) == [5, 1]
-    output = forward(lm, [one], [[7]], empty(1))
+    output = forward(lm, [kv], [[7]], empty(1))
     assert computed(library) == [5, 1, 2, 1] and lm.forwards == 4
     np.testing.assert_array_equal(output.logits[0], logits_of([1, 2, 7], V))
 
@@ -167,12 +169,12 @@ def test_a_sequence_from_which_more_is_removed_is_computed_again_with_its_next_f
 def test_sequences_are_computed_again_when_the_cache_has_grown():
     library = FakeRecurrent(V)
     lm = runner(library, batch=512)
-    one = lm.open()
-    forward(lm, [one], [[1] * 200], Draft(chain(3), torch.tensor([2, 3, 4])))
-    one.accept([0, 1])
-    output = forward(lm, [one], [[5] * 100], empty(1))
+    kv = lm.open()
+    forward(lm, [kv], [[1] * 200], Draft(chain(3), torch.tensor([2, 3, 4])))
+    kv.accept([0, 1])
+    output = forward(lm, [kv], [[5] * 100], empty(1))
     np.testing.assert_array_equal(output.logits[0], logits_of([1] * 200 + [2, 3] + [5] * 100, V))
-    output = forward(lm, [one, lm.open()], [[6], [7]], empty(2))
+    output = forward(lm, [kv, lm.open()], [[6], [7]], empty(2))
     np.testing.assert_array_equal(output.logits[0], logits_of([1] * 200 + [2, 3] + [5] * 100 + [6], V))
     assert [(made.n_seq_max, made.n_rs_seq) for made in library.made] == [(1, 4), (2, 4)]
 
@@ -180,14 +182,14 @@ def test_sequences_are_computed_again_when_the_cache_has_grown():
 def test_a_cache_that_cannot_grow_is_made_again():
     library = FakeRecurrent(V)
     lm = runner(library, batch=256)
-    one = lm.open()
-    forward(lm, [one], [[1] * 200], empty(1))
+    kv = lm.open()
+    forward(lm, [kv], [[1] * 200], empty(1))
     library.most = 256
     other = lm.open()
     with pytest.raises(MemoryError, match=r"target\.cells.* target\.snapshots to fewer than 4"):
         lm.prepare([other], [[1] * 100], empty(1))
     other.close()
-    output = forward(lm, [one], [[2]], empty(1))
+    output = forward(lm, [kv], [[2]], empty(1))
     np.testing.assert_array_equal(output.logits[0], logits_of([1] * 200 + [2], V))
 
 
@@ -211,30 +213,30 @@ def target(lm, context=60):
 
 
 def test_proposers_of_trees_and_of_more_tokens_than_snapshots_are_refused_by_name():
-    own = target(runner())
-    check_requires(Ngram(SNAPSHOTS, 2, 1), own)
-    check_requires(Null(), own)
+    recurrent_target = target(runner())
+    check_requires(Ngram(SNAPSHOTS, 2, 1), recurrent_target)
+    check_requires(Null(), recurrent_target)
     with pytest.raises(ValueError, match=r"'ngram' .* 5 tokens.* proposer\.depth .* 4, .*target\.snapshots to 5"):
-        check_requires(Ngram(SNAPSHOTS + 1, 2, 1), own)
+        check_requires(Ngram(SNAPSHOTS + 1, 2, 1), recurrent_target)
     with pytest.raises(ValueError, match="'ngram_tree' drafts trees, .*recurrent"):
-        check_requires(NgramTree(2, 2, 2, 1), own)
+        check_requires(NgramTree(2, 2, 2, 1), recurrent_target)
 
 
 def test_a_draft_that_branches_hidden_states_and_wrong_nodes_are_refused():
     lm = runner()
-    one = lm.open()
+    kv = lm.open()
     with pytest.raises(ValueError, match="recurrent .*branches"):
-        lm.prepare([one], [[1]], Draft(tree(parse("0 1")), torch.arange(2)))
+        lm.prepare([kv], [[1]], Draft(tree(parse("0 1")), torch.arange(2)))
     with pytest.raises(ValueError, match=r"\(-1,\)"):
         lm.capture((-1,))
     lm.capture()
-    forward(lm, [one], [[1]], Draft(chain(2), torch.arange(2)))
+    forward(lm, [kv], [[1]], Draft(chain(2), torch.arange(2)))
     for wrong in ([1], [0, 2], [0, 1, 2]):
         with pytest.raises(ValueError, match="are no path"):
-            one.accept(wrong)
+            kv.accept(wrong)
     with pytest.raises(ValueError, match="1 tokens to 2"):
-        one.truncate(2)
-    first = lm.prepare([one], [[1]], empty(1))
+        kv.truncate(2)
+    first = lm.prepare([kv], [[1]], empty(1))
     lm.run(lm.prepare([lm.open()], [[1]], empty(1)))
     with pytest.raises(RuntimeError, match="before the next one is prepared"):
         lm.run(first)
@@ -266,16 +268,18 @@ def decoded(lm, sampling, limits=None, applied=None):
         engine.add(Request(number, f"p{number}", start, sampling, 12))
     steps = [(info.draft.token.tolist(), [done.path for done in info.committed]) for info in engine]
     assert not engine.errors and not getattr(lm, "sequences", None)
-    return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, steps
+    return {
+        (sequence.request.id, sequence.lineage): (sequence.emitted, sequence.finish) for sequence in engine.sequences
+    }, steps
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("limits", [Limits(), Limits(2, 4), Limits(None, None, 60)], ids=["all", "chunks", "memory"])
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "warm"])
 def test_the_engine_decodes_as_with_a_runner_without_a_cache(sampling, limits):
-    found = decoded(runner(), sampling, limits)
-    assert any(path for _, paths in found[1] for path in paths)
-    assert found == decoded(test_llama_cpp.Plain(), sampling, limits)
+    outputs = decoded(runner(), sampling, limits)
+    assert any(path for _, paths in outputs[1] for path in paths)
+    assert outputs == decoded(test_llama_cpp.Plain(), sampling, limits)
 
 
 def test_forks_and_removed_tokens_decode_as_without_a_cache():
@@ -284,5 +288,5 @@ def test_forks_and_removed_tokens_decode_as_without_a_cache():
         applied = AppliedConstraint(ControllerConstraint(lambda _: Scripted(script), V, "scripted"))
         return decoded(lm, WARM, applied=applied)
 
-    found = forked(runner())
-    assert len(found[0]) == 12 and found == forked(test_llama_cpp.Plain())
+    copies = forked(runner())
+    assert len(copies[0]) == 12 and copies == forked(test_llama_cpp.Plain())

@@ -58,15 +58,15 @@ def test_recurrent_states_have_a_snapshot_and_inputs_where_drafts_may_be_rejecte
 
 def test_no_narrower_kv_cache_is_advised_where_the_model_refuses_it():
     most = need(MODEL, RUN).total
-    advised = [what_fits(replace(MODEL, narrower=one), RUN, most - 1) for one in (True, False)]
+    advised = [what_fits(replace(MODEL, narrower=narrower), RUN, most - 1) for narrower in (True, False)]
     assert set(advised[0]) - set(advised[1]) == {"target.kv_dtype=bfloat16"}
 
 
 def test_a_proposers_own_kv_cache_is_asked_for_the_lengths_of_its_sequences():
-    found = need(MODEL, RUN, lambda positions: 7 * sum(positions))
-    assert found.draft_kv_cache == 7 * (800 + 400)
-    assert found.total == sum((found.kv_cache, found.draft_kv_cache, found.logits, found.activations))
-    assert "KV cache of draft models 8.2 KiB" in str(found)
+    memory = need(MODEL, RUN, lambda positions: 7 * sum(positions))
+    assert memory.draft_kv_cache == 7 * (800 + 400)
+    assert memory.total == sum((memory.kv_cache, memory.draft_kv_cache, memory.logits, memory.activations))
+    assert "KV cache of draft models 8.2 KiB" in str(memory)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
@@ -82,12 +82,12 @@ def test_what_is_said_to_fit_fits_and_no_more(batch_size):
         elif name == "prefix_cache":
             assert need(MODEL, replace(run, prefix_cache=0)).total < most
         elif name == "max_prompt_tokens":
-            changed = [replace(run, prompts=[min(one, int(value) + n) for one in run.prompts]) for n in (0, 1)]
+            changed = [replace(run, prompts=[min(length, int(value) + n) for length in run.prompts]) for n in (0, 1)]
             assert need(MODEL, changed[0]).total < most <= need(MODEL, changed[1]).total
         else:
             changed = [replace(run, **{name: int(value) + n}) for n in (0, 1)]
             assert need(MODEL, changed[0]).total < most <= need(MODEL, changed[1]).total
-    assert any(one.startswith("target.kv_dtype") for one in what_fits(MODEL, run, most - 1))
+    assert any(fit.startswith("target.kv_dtype") for fit in what_fits(MODEL, run, most - 1))
     assert not what_fits(MODEL, run, 1)
 
 
@@ -103,11 +103,11 @@ def test_the_largest_number_that_fits():
 def test_a_models_kv_cache_is_as_large_as_stated(family, dtype, attention):
     lm = CausalLM(tiny_model(family, dtype), attention)
     reserves = [300, 20, 600]
-    caches = [lm.open(one) for one in sorted(reserves, reverse=True)]
+    caches = [lm.open(reserve) for reserve in sorted(reserves, reverse=True)]
     lm.forward(caches, [[1], [2], [3]], empty(3))
     held = sum(span.nbytes for layer in lm.cells.views for store in layer for span in store)
     assert lm.memory.kv_bytes(reserves) == held
-    assert lm.memory.weights == sum(one.nbytes for one in lm.model.parameters())
+    assert lm.memory.weights == sum(parameter.nbytes for parameter in lm.model.parameters())
 
 
 @pytest.mark.each_value
@@ -125,12 +125,12 @@ def test_so_is_that_of_windows_latents_biases_and_layers_without_cells(make, att
     if attention == "dense" and (has_alibi(model) or recurrent_layers(model.config)):
         pytest.skip("refused")
     lm = CausalLM(model, attention)
-    caches = [lm.open(one) for one in (300, 20)]
+    caches = [lm.open(length) for length in (300, 20)]
     lm.forward(caches, [[1], [2]], empty(2))
     held = sum(span.nbytes for layer in lm.cells.views for store in layer for span in store)
     assert lm.memory.kv_bytes([20, 300]) == held
     if attention == "spans" and lm.work is not None and not getattr(model.config, "num_kv_shared_layers", 0):
-        assert sum(one.kv_bytes for one in lm.work.attention) == lm.memory.cell * lm.memory.kv_itemsize
+        assert sum(layer.kv_bytes for layer in lm.work.attention) == lm.memory.cell * lm.memory.kv_itemsize
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
@@ -146,12 +146,12 @@ def test_recurrent_states_are_as_large_as_stated(name):
         lm.forward([sequence], [[step]], Draft(chain(4), torch.arange(4)))
         sequence.accept()
         assert bytes_of(states.snapshots.values()) == stated.states
-        most = max(most, sum(one.nbytes for one in states.inputs.values()))
+        most = max(most, sum(state.nbytes for state in states.inputs.values()))
     assert 0.7 * (stated.bytes(4) - 2 * stated.states) < most <= stated.bytes(4) - 2 * stated.states
 
 
 def bytes_of(layers):
-    return sum(one.nbytes for layer in layers for one in state_tensors(layer))
+    return sum(tensor.nbytes for layer in layers for tensor in state_tensors(layer))
 
 
 def test_a_model_on_several_devices_states_nothing():

@@ -30,7 +30,7 @@ def meta_lm(attention="spans"):
     with torch.device("meta"):
         model = tiny_model(dtype=torch.float32)
     lm = CausalLM(model, attention, chunk=4)
-    assert lm.device.type == "meta" and all(one.is_meta for one in model.parameters())
+    assert lm.device.type == "meta" and all(parameter.is_meta for parameter in model.parameters())
     return lm
 
 
@@ -70,10 +70,10 @@ def test_a_forward_reads_nothing_back(attention, layers, pending, shape):
     assert output.logits.device.type == "meta" and output.logits.shape == (shape.rows, VOCABULARY)
     assert output.attended == prepared.attended > 0
     states = [*output.pending, *output.nodes]
-    assert all(one.is_meta and one.shape[1] == 32 * len(layers) for one in states)
+    assert all(state.is_meta and state.shape[1] == 32 * len(layers) for state in states)
     if layers:
-        assert [len(one) for one in output.pending] == [*map(len, pending), 6]
-        assert [len(one) for one in output.nodes] == [len(rows) - 1 for rows in shape.trees]
+        assert [len(hidden) for hidden in output.pending] == [*map(len, pending), 6]
+        assert [len(hidden) for hidden in output.nodes] == [len(rows) - 1 for rows in shape.trees]
 
 
 @ATTENTION
@@ -81,10 +81,10 @@ def test_all_inputs_of_run_are_on_the_device(attention):
     """``run`` would otherwise wait for the host at each index that it uploads."""
     lm = meta_lm(attention)
     prepared = lm.prepare(started(lm), PENDING["prompts"], without_numbers(SHAPES["trees"]), [(lm.open(), [1, 2])])
-    for one in (prepared, *(chunk for chunk, _ in prepared.early)):
-        segments = [segment for every in one.pack.segments.values() for segment in every]
+    for part in (prepared, *(chunk for chunk, _ in prepared.early)):
+        segments = [segment for every in part.pack.segments.values() for segment in every]
         masks, slots = [segment.mask for segment in segments], [segment.slots for segment in segments]
-        for tensor in (one.ids, one.positions, one.keep, one.mask, *masks, *slots):
+        for tensor in (part.ids, part.positions, part.keep, part.mask, *masks, *slots):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_meta
 
 
@@ -127,8 +127,8 @@ def test_nodes_computed_by_levels_read_nothing_back():
     for depth in range(1, 4):
         rows = np.concatenate([tree[shape.depth[tree] == depth] for tree in shape.trees])
         token = torch.empty(len(rows), dtype=torch.long, device="meta")
-        found = lm.extend(sequences, shape, rows, token)
-        assert found.logits.is_meta and found.logits.shape == (len(rows), VOCABULARY)
+        outputs = lm.extend(sequences, shape, rows, token)
+        assert outputs.logits.is_meta and outputs.logits.shape == (len(rows), VOCABULARY)
 
 
 def test_layers_that_read_features_read_nothing_back():
@@ -143,8 +143,8 @@ def test_layers_that_read_features_read_nothing_back():
     assert lm.forward(sequences, [2, 1], torch.empty(3, 32, device=device), timed).shape == (2, 32)
     for depth in range(1, 4):
         rows = np.concatenate([tree[shape.depth[tree] == depth] for tree in shape.trees])
-        found = lm.extend(sequences, shape, rows, torch.empty(len(rows), 32, device=device), timed)
-        assert found.is_meta and found.shape == (len(rows), 32)
+        outputs = lm.extend(sequences, shape, rows, torch.empty(len(rows), 32, device=device), timed)
+        assert outputs.is_meta and outputs.shape == (len(rows), 32)
 
 
 def test_a_batch_may_only_prefill():

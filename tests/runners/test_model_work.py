@@ -49,7 +49,7 @@ def test_flops_are_those_that_torch_counts(family):
     model.set_attn_implementation("eager")
     with torch.inference_mode(), FlopCounterMode(display=False) as counted:
         model(torch.arange(7)[None], use_cache=False, logits_to_keep=3)
-    scores = 7 * 7 * sum(one.flops for one in work.attention)
+    scores = 7 * 7 * sum(attention.flops for attention in work.attention)
     assert counted.get_total_flops() == 7 * work.row_flops + 3 * work.logits_flops + scores
 
 
@@ -72,10 +72,10 @@ def test_of_a_mixture_of_experts_those_of_one_row_count(family):
     )
     router = LAYERS * HIDDEN * 4
     assert eight.row_flops - four.row_flops == 2 * router, "only the router grows with the number of experts"
-    one = work_of(mixture(family, num_experts_per_tok=1), {})
+    work = work_of(mixture(family, num_experts_per_tok=1), {})
     expert = 3 * HIDDEN * FFN * LAYERS
-    assert eight.row_flops - one.row_flops == 2 * expert
-    assert eight.weight_bytes - one.weight_bytes >= 4 * expert
+    assert eight.row_flops - work.row_flops == 2 * expert
+    assert eight.weight_bytes - work.weight_bytes >= 4 * expert
 
 
 def _experts(family, count):

@@ -45,7 +45,7 @@ class Scaled(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].numbers, args[0].scale)
-        wide = [one.numbers * one.scale if isinstance(one, Scaled) else one for one in args]
+        wide = [arg.numbers * arg.scale if isinstance(arg, Scaled) else arg for arg in args]
         return func(*wide, **(kwargs or {}))
 
 
@@ -102,7 +102,7 @@ def test_quantized_weights_count_as_stored_and_their_flops_as_those_of_the_layer
     assert work.row_flops == before.row_flops and work.logits_flops == before.logits_flops
     assert work.attention == before.attention
     assert work.weight_bytes == before.weight_bytes - 2 * MLP * 4 + scales
-    assert parameters_of(model) == parameters_of(plain) == sum(one.numel() for one in plain.parameters())
+    assert parameters_of(model) == parameters_of(plain) == sum(parameter.numel() for parameter in plain.parameters())
     layers = 2 * (2 * 32 * 32 + 2 * 32 * 16) + 2 * MLP
     assert quantized_share(plain, model) == 2 * MLP / layers and quantized_share(plain, plain) == 0
 
@@ -113,11 +113,15 @@ def test_quantized_layers_are_neither_packed_nor_merged():
     with torch.inference_mode():
         expected = model(tokens).logits
         assert (expected - plain(tokens).logits).abs().max() > 1e-3
-        layers = [one for layer in model.model.layers for one in layer.mlp.children() if isinstance(one, nn.Linear)]
+        layers = [
+            linear for layer in model.model.layers for linear in layer.mlp.children() if isinstance(linear, nn.Linear)
+        ]
         assert merge(model) == 2, "attention only"
         pack(model)
-        kept = [one for layer in model.model.layers for one in layer.mlp.children() if isinstance(one, nn.Linear)]
-        assert kept == layers and all(type(one.weight.data) is Scaled for one in kept)
+        kept = [
+            linear for layer in model.model.layers for linear in layer.mlp.children() if isinstance(linear, nn.Linear)
+        ]
+        assert kept == layers and all(type(linear.weight.data) is Scaled for linear in kept)
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.backends.mkldnn.is_available() or type(model.lm_head) is PackedLinear
     assert self_check(model, "spans").error < 1e-3
@@ -156,11 +160,13 @@ def rounding(layer):
 ])  # fmt: skip
 def test_quantized_models_are_compared_with_their_weights_in_float32(make, dtype, monkeypatch):
     _, model = quantized(make, dtype)
-    monkeypatch.setattr(float32_copy, "is_quantized", lambda one: isinstance(one, Rounding) or is_quantized(one))
+    monkeypatch.setattr(
+        float32_copy, "is_quantized", lambda module: isinstance(module, Rounding) or is_quantized(module)
+    )
     record(model, {"method": make.__name__, "rounds": make is rounding})
-    found = self_check(model, "spans")
+    check = self_check(model, "spans")
     exact = make is scaled and dtype == torch.float32
-    assert found.error < 1e-5 and found.allowed == 1e-3 if exact else 1e-3 < found.error < found.allowed < 0.05
+    assert check.error < 1e-5 and check.allowed == 1e-3 if exact else 1e-3 < check.error < check.allowed < 0.05
     assert CausalLM(model).facts["quantization"] == recorded(model)
     if make is rounding:  # a kernel that is wrong for single rows
 
@@ -178,7 +184,9 @@ def test_quantized_models_are_compared_with_their_weights_in_float32(make, dtype
 @pytest.mark.parametrize("make", [scaled, rounding])
 def test_a_deep_quantized_model_passes_and_faults_of_the_engine_are_refused(make, dtype, monkeypatch):
     _, model = quantized(make, dtype, num_hidden_layers=24)
-    monkeypatch.setattr(float32_copy, "is_quantized", lambda one: isinstance(one, Rounding) or is_quantized(one))
+    monkeypatch.setattr(
+        float32_copy, "is_quantized", lambda module: isinstance(module, Rounding) or is_quantized(module)
+    )
     record(model, {"method": make.__name__, "rounds": make is rounding})
     self_check(model, "spans")
     for mutant in MUTANTS:
@@ -193,9 +201,9 @@ def test_a_deep_quantized_model_passes_and_faults_of_the_engine_are_refused(make
 def test_a_quantized_layer_is_copied_with_the_weight_that_it_multiplies_by(make, bias):
     made = make(nn.Linear(8, 6, bias=False))
     made.bias = nn.Parameter(torch.randn(6)) if bias else None
-    found, unit = float32_copy._dequantized(made, torch.float32), torch.eye(8)
-    torch.testing.assert_close(found(unit), made(unit))
-    assert type(found.weight.data) is Tensor and found.weight.shape == (6, 8)
+    copied, unit = float32_copy._dequantized(made, torch.float32), torch.eye(8)
+    torch.testing.assert_close(copied(unit), made(unit))
+    assert type(copied.weight.data) is Tensor and copied.weight.shape == (6, 8)
 
 
 def test_what_is_not_quantized_gets_the_data_type_of_the_model():

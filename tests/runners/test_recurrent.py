@@ -68,8 +68,8 @@ def plain(lm, text):
     return lm.model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
 
 
-def assert_near(found, expected, most):
-    torch.testing.assert_close(found.double(), expected.double(), rtol=most, atol=most)
+def assert_near(values, expected, most):
+    torch.testing.assert_close(values.double(), expected.double(), rtol=most, atol=most)
 
 
 def assert_logits(lm, draft, texts, logits, most):
@@ -124,10 +124,10 @@ def test_drafts_on_a_device_need_no_copy_to_the_host(monkeypatch):
 
 
 def keep_rejected_tokens(monkeypatch):
-    own = RecurrentStates.accept
+    original = RecurrentStates.accept
 
     def accept(self, nodes=()):
-        own(self, nodes)
+        original(self, nodes)
         self.live = True
 
     monkeypatch.setattr(RecurrentStates, "accept", accept)
@@ -135,20 +135,20 @@ def keep_rejected_tokens(monkeypatch):
 
 def begin_with_the_last_states(monkeypatch):
     """Not with the copies."""
-    own = Advance.run
+    original = Advance.run
 
     def run(self, mixer, rows):
         object.__setattr__(self, "restore", False)
-        return own(self, mixer, rows)
+        return original(self, mixer, rows)
 
     monkeypatch.setattr(Advance, "run", run)
 
 
 def fork_the_states_after_held_nodes(monkeypatch):
-    own = RecurrentStates.fork
+    original = RecurrentStates.fork
 
     def fork(self):
-        twin = own(self)
+        twin = original(self)
         twin.live = self.live
         return twin
 
@@ -160,10 +160,10 @@ def share_states_between_forks(monkeypatch):
 
 
 def trust_states_after_a_truncation(monkeypatch):
-    own = RecurrentStates.truncate
+    original = RecurrentStates.truncate
 
     def truncate(self, length):
-        own(self, length)
+        original(self, length)
         self.lost = False
 
     monkeypatch.setattr(RecurrentStates, "truncate", truncate)
@@ -182,7 +182,7 @@ def advance_several_tokens(monkeypatch):
         ("lfm2", fork_the_states_after_held_nodes), ("lfm2", trust_states_after_a_truncation),
         ("mamba", advance_several_tokens),
     ],
-    ids=lambda one: one if isinstance(one, str) else one.__name__,
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )  # fmt: skip
 def test_a_runner_that_trusts_wrong_states_has_wrong_logits(name, mutant, monkeypatch):
     mutant(monkeypatch)
@@ -204,11 +204,11 @@ def test_after_any_number_of_accepted_tokens_the_states_are_those_of_the_text(mo
         sequence.accept(range(accepted))
         pending = tokens_of(generator, 1)
         text = text + draft.token[:accepted].tolist() + pending
-        own = sequence.states
-        assert own.live == (accepted == 4) and own.length == len(text) - 1 == own.base + (
-            next(iter(own.inputs.values())).shape[1] - 4 + accepted
+        states = sequence.states
+        assert states.live == (accepted == 4) and states.length == len(text) - 1 == states.base + (
+            next(iter(states.inputs.values())).shape[1] - 4 + accepted
         )
-        assert own.length - own.base <= own.max_again + accepted
+        assert states.length - states.base <= states.max_again + accepted
     assert_states(lm, sequence, text[:-1], ERROR[family])
 
 
@@ -234,20 +234,20 @@ def test_a_sequence_from_which_more_is_removed_is_computed_again_with_its_next_f
     lm, generator = runner(model), np.random.default_rng(0)
     lm.capture((-1,) if lm.capabilities.hidden_layers else ())
     text, other = tokens_of(generator, 9), lm.open()
-    one = lm.open()
-    forward(lm, [one, other], [text, [5]])
-    one.truncate(4)
-    assert len(one) == 4 and lm.forwards == 1
+    kv = lm.open()
+    forward(lm, [kv, other], [text, [5]])
+    kv.truncate(4)
+    assert len(kv) == 4 and lm.forwards == 1
     forward(lm, [other], [[6]])
     assert lm.forwards == 2
-    output = forward(lm, [one, other], [[7, 8], [9]])
-    assert lm.forwards == 4 and len(one) == 6
+    output = forward(lm, [kv, other], [[7, 8], [9]])
+    assert lm.forwards == 4 and len(kv) == 6
     assert_near(output.logits[0], plain(lm, [*text[:4], 7, 8])[-1], ERROR[family])
     assert_near(output.logits[1], plain(lm, [5, 6, 9])[-1], ERROR[family])
     assert [len(rows) for rows in output.pending] == ([2, 1] if lm.capabilities.hidden_layers else [])
     for length in (5, 3, 0):
-        one.truncate(length)
-    assert_near(forward(lm, [one], [[1, 2]]).logits[0], plain(lm, [1, 2])[-1], ERROR[family])
+        kv.truncate(length)
+    assert_near(forward(lm, [kv], [[1, 2]]).logits[0], plain(lm, [1, 2])[-1], ERROR[family])
     assert lm.forwards == 5
 
 
@@ -291,7 +291,9 @@ def test_a_draft_model_extends_chains_node_by_node(model, family):
         with torch.inference_mode():
             for depth in (1, 2, 3):
                 rows = np.flatnonzero(draft.shape.depth == depth)
-                active = [one if (draft.shape.root[rows] == n).any() else None for n, one in enumerate(sequences)]
+                active = [
+                    sequence if (draft.shape.root[rows] == n).any() else None for n, sequence in enumerate(sequences)
+                ]
                 rows = rows[np.argsort(draft.shape.root[rows], kind="stable")]
                 logits = lm.extend(active, draft.shape, rows, draft.token[rows - 2]).logits
                 computed += zip(rows.tolist(), logits, strict=True)
@@ -331,24 +333,24 @@ def test_layers_without_attention_have_no_cells():
 
 
 def test_proposers_that_recurrent_layers_rule_out_are_refused_by_name(model, family):
-    own = target(runner(model))
-    check_requires(Ngram(5, 2, 1), own)
-    check_requires(Null(), own)
+    recurrent_target = target(runner(model))
+    check_requires(Ngram(5, 2, 1), recurrent_target)
+    check_requires(Null(), recurrent_target)
     with pytest.raises(ValueError, match="'ngram_tree' drafts trees, .*recurrent"):
-        check_requires(NgramTree(2, 2, 2, 1), own)
+        check_requires(NgramTree(2, 2, 2, 1), recurrent_target)
     with pytest.raises(ValueError, match="recurrent layers"):
-        EarlyExit.load(own, depth=2)
+        EarlyExit.load(recurrent_target, depth=2)
 
 
 def test_a_draft_that_branches_and_wrong_nodes_are_refused(model):
     lm = runner(model)
-    one = lm.open()
+    kv = lm.open()
     with pytest.raises(ValueError, match="recurrent .*branches"):
-        lm.prepare([one], [[1]], Draft(tree(parse("0 1")), torch.arange(2)))
-    forward(lm, [one], [[1]], Draft(chain(2), torch.arange(2)))
+        lm.prepare([kv], [[1]], Draft(tree(parse("0 1")), torch.arange(2)))
+    forward(lm, [kv], [[1]], Draft(chain(2), torch.arange(2)))
     for wrong in ([1], [0, 2], [0, 1, 2]):
         with pytest.raises(ValueError, match="are no path"):
-            one.accept(wrong)
+            kv.accept(wrong)
 
 
 @pytest.mark.parametrize("how", [{"attention": "dense"}, {"fixed": True}], ids=str)
@@ -363,11 +365,13 @@ def test_dense_attention_and_fixed_shapes_are_refused(how):
 def decoded(model, proposer, sampling, limits=None, applied=None):
     """What each sequence emitted, and how many drafted tokens were accepted."""
     engine = Engine(Arm(target(runner(model)), proposer, Token(), CounterDraws(3), applied), limits=limits or Limits())
-    for one in requests(sampling):
-        engine.add(one)
+    for request in requests(sampling):
+        engine.add(request)
     accepted = sum(len(done.path) for info in engine for done in info.committed)
     assert not engine.errors
-    return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, accepted
+    return {
+        (sequence.request.id, sequence.lineage): (sequence.emitted, sequence.finish) for sequence in engine.sequences
+    }, accepted
 
 
 def test_forks_and_removed_tokens_decode_as_without_drafts(model):
@@ -377,5 +381,5 @@ def test_forks_and_removed_tokens_decode_as_without_drafts(model):
         return decoded(model, proposer, COLD, applied=applied)
 
     expected, _ = forked(Null())
-    found, accepted = forked(draft_model(lm=runner(deepcopy(model))))
-    assert len(expected) > 3 and found == expected and accepted
+    texts, accepted = forked(draft_model(lm=runner(deepcopy(model))))
+    assert len(expected) > 3 and texts == expected and accepted

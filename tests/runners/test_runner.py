@@ -121,12 +121,12 @@ def test_forks_wait_where_the_runner_computes_fewer_sequences_at_once(sequences)
         script = after(2, [Branch(), Branch(), Branch()])
         applied = AppliedConstraint(ControllerConstraint(lambda _: Scripted(script), VOCABULARY, "scripted"))
         engine = decoded(target, Null(), applied=applied, sampling=COLD)
-        return {(one.request.id, one.lineage): one.emitted for one in engine.sequences}
+        return {(sequence.request.id, sequence.lineage): sequence.emitted for sequence in engine.sequences}
 
     target = declaring(sequences=sequences)
-    found = forked(target)
-    assert max(target.lm.widths) == sequences and len(found) == 9
-    assert found == forked(tiny_target())
+    copies = forked(target)
+    assert max(target.lm.widths) == sequences and len(copies) == 9
+    assert copies == forked(tiny_target())
 
 
 # A runner without transformers ---------------------------------------------------------------------------------------
@@ -222,9 +222,9 @@ class Lookup(Runner):
 
     def freed(self):
         every = list(self.opened)
-        for one in every:
-            every += one.forks
-        return bool(every) and all(one.closed for one in every)
+        for sequence in every:
+            every += sequence.forks
+        return bool(every) and all(sequence.closed for sequence in every)
 
 
 def lookups(capabilities=None):
@@ -245,7 +245,9 @@ def decode_toys(target, proposer, verifier, sampling, limits=None, applied=None)
         engine.add(request)
     steps = [(info.draft.token.tolist(), [done.path for done in info.committed]) for info in engine]
     assert not engine.errors
-    return {(one.request.id, one.lineage): (one.emitted, one.finish) for one in engine.sequences}, steps
+    return {
+        (sequence.request.id, sequence.lineage): (sequence.emitted, sequence.finish) for sequence in engine.sequences
+    }, steps
 
 
 DRAFTS = {
@@ -272,21 +274,21 @@ def drafting(kind, target, draft):
 def test_the_engine_decodes_with_any_runner_as_with_a_model_of_transformers(kind, sampling, limits):
     """Target and draft model: the same drafts in every step, and the same output."""
     target, draft = lookups()
-    found = decode_toys(target, *drafting(kind, target, draft), sampling, limits)
-    assert any(drafted for drafted, _ in found[1]) and target.lm.freed() and draft.freed()
+    outputs = decode_toys(target, *drafting(kind, target, draft), sampling, limits)
+    assert any(drafted for drafted, _ in outputs[1]) and target.lm.freed() and draft.freed()
     toys = table_models(TOY, LENGTH)
-    assert found == decode_toys(toys[0], *drafting(kind, *toys), sampling, limits)
+    assert outputs == decode_toys(toys[0], *drafting(kind, *toys), sampling, limits)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_greedy_decoding_with_any_runner_emits_its_likeliest_tokens(kind):
     target, draft = lookups()
-    found, steps = decode_toys(target, *drafting(kind, target, draft), COLD)
+    outputs, steps = decode_toys(target, *drafting(kind, target, draft), COLD)
     for request in toy_requests(COLD):
         text = list(request.tokens)
         while len(text) < min(target.context, len(request.tokens) + request.max_new_tokens):
             text.append(int(target.lm.row(text).argmax()))
-        assert found[request.id, ()][0] == text[len(request.tokens) :]
+        assert outputs[request.id, ()][0] == text[len(request.tokens) :]
     assert target.lm.forwards == len(steps) and any(path for _, paths in steps for path in paths)
 
 
@@ -297,9 +299,9 @@ def test_forks_and_removed_tokens_need_no_cells():
         return decode_toys(target, *drafting("chain", target, draft), WARM, applied=applied)
 
     target, draft = lookups(Capabilities(sequences=3))
-    found, _ = decoded(target, draft)
-    assert len(found) == 12 and target.lm.freed() and draft.freed()
-    assert found == decoded(*table_models(TOY, LENGTH))[0]
+    outputs, _ = decoded(target, draft)
+    assert len(outputs) == 12 and target.lm.freed() and draft.freed()
+    assert outputs == decoded(*table_models(TOY, LENGTH))[0]
 
 
 def test_what_requires_a_model_of_transformers_is_refused_with_another_runner():
@@ -311,9 +313,9 @@ def test_what_requires_a_model_of_transformers_is_refused_with_another_runner():
 
 
 def test_limits_are_measured_with_the_threads_that_a_runner_states(monkeypatch):
-    own = lab()
-    monkeypatch.setattr(type(own.target.lm), "threads", 3)
-    assert own.roofline().limits.threads == 3
+    laboratory = lab()
+    monkeypatch.setattr(type(laboratory.target.lm), "threads", 3)
+    assert laboratory.roofline().limits.threads == 3
 
 
 def test_a_model_of_transformers_drafts_for_a_target_with_another_runner():
@@ -325,8 +327,8 @@ def test_a_model_of_transformers_drafts_for_a_target_with_another_runner():
 
 def test_the_costs_of_steps_depend_on_what_the_runner_states():
     target, _ = lookups()
-    found, other = (conditions(one, "heads", parse("0 1"), 1, COLD) for one in (target, tiny_target()))
-    assert other.keys() - found.keys() == {
+    facts, other = (conditions(each_target, "heads", parse("0 1"), 1, COLD) for each_target in (target, tiny_target()))
+    assert other.keys() - facts.keys() == {
         "devices",
         "parameters",
         "dtype",

@@ -72,8 +72,8 @@ def test_arms_alternate_on_every_prompt(done):
 
 
 def test_rows_count_the_text_each_token_releases(done):
-    for one in metrics.load(done[0]).requests.itertuples():
-        assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
+    for row in metrics.load(done[0]).requests.itertuples():
+        assert len(row.ends) == len(row.tokens) == len(row.text) and list(row.ends) == list(range(1, len(row.text) + 1))
 
 
 def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_else(done, tmp_path):
@@ -108,14 +108,14 @@ def test_outputs_that_differ_from_the_baselines_have_the_margin_of_the_targets_l
         other[requests.at[number, "request"]] = (tokens[:3], tokens[3], (tokens[3] + 1) % 128)
         tokens[3] = (tokens[3] + 1) % 128
         requests.at[number, "tokens"] = np.array(tokens)
-    own, expected = lab(), []
-    prompts = own.requests(settings(done[0], warmup=4))
-    found = margins(own, prompts, replace(tables, requests=requests))["output_margins"]
+    laboratory, expected = lab(), []
+    prompts = laboratory.requests(settings(done[0], warmup=4))
+    output_margins = margins(laboratory, prompts, replace(tables, requests=requests))["output_margins"]
     for number, (before, expected_token, token) in other.items():
         text = [*prompts[number].tokens, *before]
-        logits = own.target.plain_logits(text, len(text))[0].float()
+        logits = laboratory.target.plain_logits(text, len(text))[0].float()
         expected.append(abs(float(logits[token] - logits[expected_token])))
-    assert found == {"speculative": {"outputs": 2, "median": pytest.approx(np.mean(expected)),
+    assert output_margins == {"speculative": {"outputs": 2, "median": pytest.approx(np.mean(expected)),
                                      "largest": pytest.approx(max(expected))}}  # fmt: skip
 
 
@@ -145,8 +145,8 @@ def certified(tmp_path, **parts):
 
 
 def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
-    found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
-    assert found == {"speculative": None, "baseline": "quick"}
+    exact, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
+    assert exact == {"speculative": None, "baseline": "quick"}
     assert "not certified: draft_model;" in printed and "Gumbel noise cannot be enumerated" in printed
 
 
@@ -178,18 +178,18 @@ def test_an_interrupted_run_is_resumed(done, tmp_path, capsys):
                 raise KeyboardInterrupt
             return plain(self, requests)
 
-    one, out = lab(), tmp_path / "out"
+    laboratory, out = lab(), tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spec_lab.tasks.lab.Loop", Interrupting)
         limit = 3
-        assert run(one, settings(out), CONFIG, quiet()) == 130
+        assert run(laboratory, settings(out), CONFIG, quiet()) == 130
         output = capsys.readouterr().err
         assert f"the rows of 1 finished groups of 3 are in {out}" in output
         assert metrics.load(out).requests["group"].unique().tolist() == [0]
         assert not (out / "summary.json").exists()
         limit = None
         decoded.clear()
-        assert run(one, settings(out), CONFIG, quiet()) == 0
+        assert run(laboratory, settings(out), CONFIG, quiet()) == 0
     assert decoded == [["p2", "p3"], ["p2", "p3"], ["p4"], ["p4"]]
     whole, resumed = (metrics.load(folder).requests.sort_values("id") for folder in (done[0], out))
     assert resumed["id"].tolist() == whole["id"].tolist()
@@ -216,8 +216,8 @@ class Shares(Repeat):
 
 def test_what_a_proposer_learned_in_the_warm_up_is_forgotten_and_its_shared_store_is_recorded(tmp_path):
     sharing = Shares()
-    one = settings(tmp_path, warmup=4, batch_size=1, baseline=False)
-    assert run(lab(texts=("one", "two", "six"), proposer=sharing), one, CONFIG, quiet()) == 0
+    options = settings(tmp_path, warmup=4, batch_size=1, baseline=False)
+    assert run(lab(texts=("one", "two", "six"), proposer=sharing), options, CONFIG, quiet()) == 0
     assert sharing.seen == [[], [], [0], [0, 1]]
     facts = json.loads((tmp_path / "manifest.json").read_text())["proposers"]
     assert facts["speculative"]["shared_store"] == sharing.shared_store
@@ -364,20 +364,20 @@ def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_
 
 
 def test_tokens_do_not_depend_on_the_batch(tmp_path):
-    one = lab(temperature=1.0)
+    laboratory = lab(temperature=1.0)
     for size in (1, 5):
-        run(one, settings(tmp_path / str(size), batch_size=size, baseline=False), CONFIG, quiet())
+        run(laboratory, settings(tmp_path / str(size), batch_size=size, baseline=False), CONFIG, quiet())
     alone, together = (metrics.load(tmp_path / size).requests.sort_values("id") for size in ("1", "5"))
     assert all(map(np.array_equal, alone["tokens"], together["tokens"]))
 
 
 def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, capsys):
-    one = lab()
+    laboratory = lab()
     poison = 60
     with torch.no_grad():
-        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
-    prompts = [one.prompts[0], replace(one.prompts[1], text="n" + chr(poison))]
-    assert run(replace(one, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
+        laboratory.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    prompts = [laboratory.prompts[0], replace(laboratory.prompts[1], text="n" + chr(poison))]
+    assert run(replace(laboratory, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
     requests = metrics.load(tmp_path).requests
     assert set(requests[requests["name"] == "p1"]["finish"]) == {"nan"}
     assert set(requests[requests["name"] == "p0"]["finish"]) == {"length"}
@@ -432,9 +432,9 @@ def test_a_run_measures_the_limits_of_the_machine_and_every_arm_s_share_of_them(
     limits = manifest["roofline"]["limits"]
     assert limits["bandwidth"] > 0 and limits["peak"] > 0 and limits["seconds"] < 10
     tables, roofline = metrics.of_timed_groups(metrics.load(out)), Roofline.of(manifest["roofline"])
-    for arm, own in summary["arms"].items():
+    for arm, arm_summary in summary["arms"].items():
         expected = metrics.roofline_figures(tables, arm, roofline)
-        assert own["roofline_share"]["mean"] == pytest.approx(expected["roofline_share"]["mean"])
-        assert 0 < own["roofline_share_end_to_end"]["mean"] < own["roofline_share"]["mean"]
-        assert own["baseline_roofline_share"] == summary["arms"]["baseline"]["roofline_share"]["mean"]
+        assert arm_summary["roofline_share"]["mean"] == pytest.approx(expected["roofline_share"]["mean"])
+        assert 0 < arm_summary["roofline_share_end_to_end"]["mean"] < arm_summary["roofline_share"]["mean"]
+        assert arm_summary["baseline_roofline_share"] == summary["arms"]["baseline"]["roofline_share"]["mean"]
     assert "baseline at " in printed and "this machine's" in printed

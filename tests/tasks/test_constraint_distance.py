@@ -59,30 +59,30 @@ def exactly(allowed, toy=None, length=2):
 
 def test_the_exact_distance_by_hand():
     """Both first tokens may be drawn, but the likelier one is hardly ever completed."""
-    found = exactly(words((0, 3), (1, 3)))
-    assert list(found.outputs) == [(0, 3), (1, 3)]
-    assert np.exp(found.log_z) == pytest.approx(0.5 * 0.1 + 0.25 * 0.9)
-    assert found.local == pytest.approx([2 / 3, 1 / 3])
-    assert found.conditional == pytest.approx([2 / 11, 9 / 11])
-    assert found.tv == pytest.approx(16 / 33) and found.invalid == pytest.approx(0, abs=1e-12)
-    assert found.kl == pytest.approx(2 / 11 * np.log(3 / 11) + 9 / 11 * np.log(27 / 11))
-    assert found.kl_local == pytest.approx(2 / 3 * np.log(11 / 3) + 1 / 3 * np.log(11 / 27))
+    distance = exactly(words((0, 3), (1, 3)))
+    assert list(distance.outputs) == [(0, 3), (1, 3)]
+    assert np.exp(distance.log_z) == pytest.approx(0.5 * 0.1 + 0.25 * 0.9)
+    assert distance.local == pytest.approx([2 / 3, 1 / 3])
+    assert distance.conditional == pytest.approx([2 / 11, 9 / 11])
+    assert distance.tv == pytest.approx(16 / 33) and distance.invalid == pytest.approx(0, abs=1e-12)
+    assert distance.kl == pytest.approx(2 / 11 * np.log(3 / 11) + 9 / 11 * np.log(27 / 11))
+    assert distance.kl_local == pytest.approx(2 / 3 * np.log(11 / 3) + 1 / 3 * np.log(11 / 27))
 
 
 def test_masked_outputs_that_do_not_end_count_as_one_outcome():
-    found = exactly(words((0, 3), (1, 3), (1, 2, 3)))
+    distance = exactly(words((0, 3), (1, 3), (1, 2, 3)))
     local = 1 / 3 * 0.9 / 0.95
-    assert found.local == pytest.approx([2 / 3, local]) and found.invalid == pytest.approx(1 / 3 - local)
-    assert found.conditional == pytest.approx([2 / 11, 9 / 11])
-    assert found.tv == pytest.approx(9 / 11 - local)
-    assert found.kl == pytest.approx(2 / 11 * np.log(3 / 11) + 9 / 11 * np.log(9 / 11 / local))
-    assert found.kl_local == float("inf")
-    assert [one["tokens"] for one in found.facts()["probabilities"]] == [[1, 3], [0, 3]]
+    assert distance.local == pytest.approx([2 / 3, local]) and distance.invalid == pytest.approx(1 / 3 - local)
+    assert distance.conditional == pytest.approx([2 / 11, 9 / 11])
+    assert distance.tv == pytest.approx(9 / 11 - local)
+    assert distance.kl == pytest.approx(2 / 11 * np.log(3 / 11) + 9 / 11 * np.log(9 / 11 / local))
+    assert distance.kl_local == float("inf")
+    assert [row["tokens"] for row in distance.facts()["probabilities"]] == [[1, 3], [0, 3]]
 
 
 def test_without_a_difference_all_distances_are_zero():
-    found = exactly(words((1, 3)))
-    assert found.tv == pytest.approx(0, abs=1e-12) and found.kl == pytest.approx(0, abs=1e-12)
+    distance = exactly(words((1, 3)))
+    assert distance.tv == pytest.approx(0, abs=1e-12) and distance.kl == pytest.approx(0, abs=1e-12)
 
 
 def test_outputs_without_probability_have_no_distance():
@@ -96,13 +96,13 @@ def test_estimates_by_hand():
     """Weights 1, 1, 3 and one masked output that is not valid; two of the others."""
     with np.errstate(divide="ignore"):
         local, given = np.log([1.0, 1.0, 3.0, 0.0]), np.log([1.0, 3.0])
-    found = distances(local, given)
-    assert found["z"].mean == pytest.approx(5 / 4)
-    assert found["tv"].mean == pytest.approx((0.2 + 0.2 + 1.4 + 1.0) / 4 / 2)
-    assert found["tv_global"].mean == pytest.approx((0 + 1 - 1.25 / 3) / 2)
-    assert found["kl"].mean == pytest.approx(np.log(3) / 2 - np.log(1.25))
-    for one in found.values():
-        assert one.low < one.mean < one.high
+    measured = distances(local, given)
+    assert measured["z"].mean == pytest.approx(5 / 4)
+    assert measured["tv"].mean == pytest.approx((0.2 + 0.2 + 1.4 + 1.0) / 4 / 2)
+    assert measured["tv_global"].mean == pytest.approx((0 + 1 - 1.25 / 3) / 2)
+    assert measured["kl"].mean == pytest.approx(np.log(3) / 2 - np.log(1.25))
+    for interval in measured.values():
+        assert interval.low < interval.mean < interval.high
     assert set(distances(local, np.empty(0))) == {"z", "tv"}
     assert np.isnan(distances(np.full(3, -np.inf), given)["tv"].mean)
 
@@ -122,10 +122,10 @@ def sampler_of(kind="rejection", seed=0, batch=50):
 @pytest.mark.nightly
 def test_rejected_outputs_are_drawn_anew_until_there_are_enough():
     sampler = sampler_of()
-    found, wanted = sampler.given_valid(400, 100_000), by_enumeration(sampler_toy(), branching, 3, 3)
+    valid_outputs, wanted = sampler.given_valid(400, 100_000), by_enumeration(sampler_toy(), branching, 3, 3)
     outputs = [output[0][0] for output in wanted]
-    counts = np.array([found.count(output) for output in outputs])
-    assert counts.sum() == len(found) == 400 < sampler.attempts
+    counts = np.array([valid_outputs.count(output) for output in outputs])
+    assert counts.sum() == len(valid_outputs) == 400 < sampler.attempts
     assert chi_square(counts, np.array(list(wanted.values()))).p_value > 1e-4
     assert 0 < sampler.futures.lower <= sampler.futures.upper + 1e-12 < 1
     bound = sampler.futures.upper
@@ -137,22 +137,24 @@ def test_rejected_outputs_are_drawn_anew_until_there_are_enough():
 def test_what_a_sampler_keeps_grows_with_its_outputs_not_with_the_vocabulary(kind):
     sampler = sampler_of(kind, batch=8)
     outputs = [text for text, _ in sampler.local(30)]
-    followed = {(text[:place], text[place]) for text in outputs for place in range(len(text))}
+    followed = {(text[:n], text[n]) for text in outputs for n in range(len(text))}
     seen = sampler.scores.seen
-    assert {(text, token) for text, one in seen.items() for token in one.p} == followed
+    assert {(text, token) for text, learned in seen.items() for token in learned.p} == followed
     sampler.given_valid(20, 200)
     constraint = sampler.applied.constraint
-    for text, one in seen.items():
+    for text, learned_text in seen.items():
         state = constraint.start(sampler.request)
         for token in text:
             state.advance(token)
         allowed = tokens_of(state.mask(), constraint.vocabulary)
         (row,) = rows_after(sampler.target, sampler.request, [text], [allowed])
-        others = sampler.futures.may_follow(text, allowed) & ~np.isin(allowed, list(one.p))
-        assert one.rest == pytest.approx(np.exp(row.log_p[others]).sum(), abs=1e-15)
-        assert [one.p[t] for t in one.p] == pytest.approx([row.log_p[np.searchsorted(allowed, t)] for t in one.p])
+        others = sampler.futures.may_follow(text, allowed) & ~np.isin(allowed, list(learned_text.p))
+        assert learned_text.rest == pytest.approx(np.exp(row.log_p[others]).sum(), abs=1e-15)
+        assert [learned_text.p[t] for t in learned_text.p] == pytest.approx(
+            [row.log_p[np.searchsorted(allowed, t)] for t in learned_text.p]
+        )
         learned = sampler.futures.known[text]
-        assert learned.rest == one.rest and learned.p.keys() == learned.bound.keys() == one.p.keys()
+        assert learned.rest == learned_text.rest and learned.p.keys() == learned.bound.keys() == learned_text.p.keys()
 
 
 def test_forwards_of_fewer_texts_give_the_same_rows(monkeypatch):
@@ -171,16 +173,16 @@ def sampler_toy():
 @pytest.mark.parametrize("kind", ["rejection", "expected_futures"])
 def test_estimates_agree_with_the_exact_distance(kind):
     whole = exactly(branching, sampler_toy(), 3)
-    found = estimate(sampler_of(kind), 400, 4000)
-    assert found["method"] == "sampled" and found["exact_samples"] == (kind == "rejection")
-    assert found["local_samples"] == found["global_samples"] == 400 and not found["stopped_by_attempts"]
-    assert found["z_lower"] - 1e-12 <= np.exp(whole.log_z) <= found["z_upper"] + 1e-12
+    estimated = estimate(sampler_of(kind), 400, 4000)
+    assert estimated["method"] == "sampled" and estimated["exact_samples"] == (kind == "rejection")
+    assert estimated["local_samples"] == estimated["global_samples"] == 400 and not estimated["stopped_by_attempts"]
+    assert estimated["z_lower"] - 1e-12 <= np.exp(whole.log_z) <= estimated["z_upper"] + 1e-12
     for name, value in (("z", np.exp(whole.log_z)), ("tv", whole.tv), ("tv_global", whole.tv), ("kl", whole.kl)):
-        low, high = found[name]["low"], found[name]["high"]
+        low, high = estimated[name]["low"], estimated[name]["high"]
         width = high - low
         assert low - width <= value <= high + width, name
         assert width < 0.5
-    assert found["local_invalid"] == pytest.approx(whole.invalid, abs=0.1)
+    assert estimated["local_invalid"] == pytest.approx(whole.invalid, abs=0.1)
 
 
 # The task -----------------------------------------------------------------------------------------------------------
@@ -192,13 +194,13 @@ def toy_lab(texts=VALID, temperature=1.0, max_prefixes=4096, **changes):
     target = replace(tiny_target(), tokenizer=Letters(), stops=frozenset({2}))
     constraint = Table(words(*texts), VOCABULARY) if isinstance(texts, list) else texts
     applied = changes.pop("applied", AppliedConstraint(constraint, max_prefixes=max_prefixes))
-    one = lab(("the cat sat", "a b"), temperature, applied=applied, **changes)
-    return replace(one, target=replace(target, cache=one.target.cache))
+    laboratory = lab(("the cat sat", "a b"), temperature, applied=applied, **changes)
+    return replace(laboratory, target=replace(target, cache=laboratory.target.cache))
 
 
-def run(out, one=None, console=None, **options):
+def run(out, laboratory=None, console=None, **options):
     console = console or Console(file=io.StringIO(), width=80)
-    code = measure(one or toy_lab(), settings(out, max_new_tokens=4), {}, console, **options)
+    code = measure(laboratory or toy_lab(), settings(out, max_new_tokens=4), {}, console, **options)
     return code, console.file.getvalue()
 
 
@@ -209,13 +211,13 @@ def summary_of(out):
 def test_a_run_leaves_a_table_a_summary_and_a_figure(tmp_path):
     code, printed = run(tmp_path)
     assert code == 0
-    found = summary_of(tmp_path)
-    assert [row["prompt"] for row in found["prompts"]] == ["p0", "p1"]
-    for row in found["prompts"]:
+    summary = summary_of(tmp_path)
+    assert [row["prompt"] for row in summary["prompts"]] == ["p0", "p1"]
+    for row in summary["prompts"]:
         assert row["method"] == "exact" and row["outputs"] == 4 and 0 < row["tv"] < 1 and row["kl"] > 0
-        assert sum(one["global"] for one in row["probabilities"]) == pytest.approx(1)
-        assert {tuple(one["tokens"]) for one in row["probabilities"]} == set(VALID)
-        assert all(isinstance(one["text"], str) for one in row["probabilities"])
+        assert sum(output["global"] for output in row["probabilities"]) == pytest.approx(1)
+        assert {tuple(output["tokens"]) for output in row["probabilities"]} == set(VALID)
+        assert all(isinstance(output["text"], str) for output in row["probabilities"])
         assert f"{row['tv']:.3g}" in printed
     assert max(map(len, printed.splitlines()[:-1])) <= 80  # the last names a folder
     assert "exact: every valid output enumerated" in " ".join(printed.split())

@@ -57,10 +57,10 @@ def test_a_fixed_tree_has_two_children_per_row_and_the_requested_nodes():
 
 
 def test_texts_are_the_prompts_joined_and_repeated_each_from_a_place_of_its_own():
-    one, two = texts(tiny_target(), PROMPTS, Sampling(), 2, 10)
-    assert one.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 1, 2)
+    first, two = texts(tiny_target(), PROMPTS, Sampling(), 2, 10)
+    assert first.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 1, 2)
     assert two.tokens == (5, 6, 7, 8, 1, 2, 3, 4, 5, 6)
-    assert not one.stop and (one.id, two.id) == (0, 1)
+    assert not first.stop and (first.id, two.id) == (0, 1)
 
 
 def test_every_arm_is_timed_from_the_same_state_and_all_cells_are_freed():
@@ -69,7 +69,7 @@ def test_every_arm_is_timed_from_the_same_state_and_all_cells_are_freed():
 
     class Watched(Repeat):
         def propose(self, batch):
-            places.append([len(one.kv) for one in batch.sequences])
+            places.append([len(sequence.kv) for sequence in batch.sequences])
             return super().propose(batch)
 
     arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
@@ -126,14 +126,14 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     assert len(frame) == 5 * 2 * 2 * 2 and frame["id"].is_unique
     assert (frame.loc[frame["fixed"], "nodes"] == frame.loc[frame["fixed"], "arm"].str[6:].astype(int)).all()
     summary = json.loads((out / "summary.json").read_text())
-    t = {(one["batch"], one["context"], one["nodes"]): one for one in summary["nodes"]}
-    own = frame[(frame["arm"] == "nodes 5") & (frame["batch"] == 2) & (frame["context"] == 8)]
+    t = {(row["batch"], row["context"], row["nodes"]): row for row in summary["nodes"]}
+    rows = frame[(frame["arm"] == "nodes 5") & (frame["batch"] == 2) & (frame["context"] == 8)]
     assert t[2, 8, 5.0]["seconds"] == pytest.approx(
-        own[["target", "probabilities", "commit", "between"]].sum(axis=1).median()
+        rows[["target", "probabilities", "commit", "between"]].sum(axis=1).median()
     )
-    assert {one["arm"] for one in summary["arms"]} == {"speculative", "baseline"}
+    assert {arm["arm"] for arm in summary["arms"]} == {"speculative", "baseline"}
     assert (out / "figures" / "cost.png").stat().st_size > 10_000
-    even = without_drift(frame).loc[own.index]
+    even = without_drift(frame).loc[rows.index]
     median = even[["target", "probabilities", "commit", "between"]].sum(axis=1).median()
     assert float(Cost.of(frame).nodes(nodes=5, batch=2, context=8)) == pytest.approx(median)
 
@@ -202,8 +202,8 @@ def by_hand() -> Cost:
     """t = 10 + nodes x batch + context / 10 milliseconds; drafting takes 5 milliseconds, the baseline's verifying 1."""
     nodes, batch, context = np.meshgrid([0.0, 4.0], [1.0, 2.0], [0.0, 100.0], indexing="ij")
     t = Grid({"nodes": (0.0, 4.0)} | PLACES, 1e-3 * (10 + nodes * batch + context / 10))
-    own = {"draft": Grid(PLACES, np.full((2, 2), 5e-3)), "baseline": Grid(PLACES, np.full((2, 2), 1e-3))}
-    return Cost(t, own)
+    grids = {"draft": Grid(PLACES, np.full((2, 2), 5e-3)), "baseline": Grid(PLACES, np.full((2, 2), 1e-3))}
+    return Cost(t, grids)
 
 
 def test_costs_are_linear_between_what_was_measured_and_refused_beyond():
@@ -225,15 +225,15 @@ def test_a_machine_that_is_slower_in_some_repeats_leaves_speed_ups_unchanged():
         for batch, context in product((1, 2), (0, 100)):
             for arm, (nodes, propose) in arms.items():
                 seconds = {"target": 10 + nodes * batch + context / 10, "propose": propose}
-                parts = dict.fromkeys(PARTS, 0.0) | {name: 1e-3 * slow * own for name, own in seconds.items()}
-                place = {"turn": turn, "batch": batch, "context": context}
-                rows.append({"arm": arm, "fixed": arm.startswith("nodes"), "nodes": float(nodes)} | place | parts)
+                parts = dict.fromkeys(PARTS, 0.0) | {name: 1e-3 * slow * share for name, share in seconds.items()}
+                case = {"turn": turn, "batch": batch, "context": context}
+                rows.append({"arm": arm, "fixed": arm.startswith("nodes"), "nodes": float(nodes)} | case | parts)
     frame = pd.DataFrame(rows)
     lacking = frame[~((frame["turn"] == 0) & frame["arm"].isin(["nodes 4", "draft"]))]
-    for one, (batch, context) in product((frame, lacking), ((1, 0), (2, 100), (1, 50))):
+    for table, (batch, context) in product((frame, lacking), ((1, 0), (2, 100), (1, 50))):
         t = 10 + context / 10
         expected = 3 * t / (t + 4 * batch + 5)
-        assert predict(Cost.of(one), "draft", 3.0, 4, batch, context) == pytest.approx(expected)
+        assert predict(Cost.of(table), "draft", 3.0, 4, batch, context) == pytest.approx(expected)
 
 
 def test_costs_are_written_as_a_table_of_forwards():
@@ -242,11 +242,11 @@ def test_costs_are_written_as_a_table_of_forwards():
     arms = {"nodes 0": (0, 0, 0), "nodes 4": (4, 2, 1), "baseline": (0, 0, 0), "draft": (4, 4, 8), "words": (3, 3, 8)}
     for batch, (arm, (nodes, depth, propose)) in product((1, 2), arms.items()):
         seconds = {"target": 8.0 + nodes * batch, "between": 2.0, "verify": 1.0, "propose": float(propose)}
-        place = {"turn": 0, "batch": batch, "context": 64, "nodes": float(nodes), "depth": float(depth)}
-        rows.append({"arm": arm, "fixed": arm.startswith("nodes")} | place | dict.fromkeys(PARTS, 0.0) | seconds)
-    found = forwards(pd.DataFrame(rows), {"draft": ("mine", "draft_chain"), "words": ("ngram", "ngram")})
-    assert list(found) == ["model", "tokens", "batch", "context", "seconds", "proposer"]
-    assert set(found.itertuples(index=False, name=None)) == {
+        case = {"turn": 0, "batch": batch, "context": 64, "nodes": float(nodes), "depth": float(depth)}
+        rows.append({"arm": arm, "fixed": arm.startswith("nodes")} | case | dict.fromkeys(PARTS, 0.0) | seconds)
+    table = forwards(pd.DataFrame(rows), {"draft": ("mine", "draft_chain"), "words": ("ngram", "ngram")})
+    assert list(table) == ["model", "tokens", "batch", "context", "seconds", "proposer"]
+    assert set(table.itertuples(index=False, name=None)) == {
         *(("target", 1 + nodes, batch, 64, 11 + nodes * batch, "") for nodes in (0, 4) for batch in (1, 2)),
         *(
             ("mine", tokens, batch, 64, 8 / 4, "draft_chain") for tokens in (1, 5) for batch in (1, 2)
@@ -259,13 +259,13 @@ def test_the_written_table_is_read_by_project(tmp_path):
     class Ngram(Repeat):
         name = "ngram"
 
-    out, own = tmp_path / "cost", lab(proposer=Ngram(2))
+    out, laboratory = tmp_path / "cost", lab(proposer=Ngram(2))
     few = dict(nodes=[0, 1, 2], batches=[1, 2], contexts=[8], repeats=1, steps=1)
-    assert measure(own, settings(out), {}, quiet(), **few) == 0
+    assert measure(laboratory, settings(out), {}, quiet(), **few) == 0
     tables = measured_forwards(out)
     assert set(tables) == set(measured(out / "forwards.csv")) == {"target", "ngram"}
     assert tables["target"].grid.axes == {"tokens": (1, 2, 3), "batch": (1, 2), "context": (8,)}
-    assert run(own, settings(tmp_path / "run"), {}, quiet()) == 0
+    assert run(laboratory, settings(tmp_path / "run"), {}, quiet()) == 0
     for costs in (out, out / "forwards.csv"):
         assert command(["project", str(tmp_path / "run"), "--costs", str(costs)], quiet()) == 0
         cells = pd.read_csv(tmp_path / "run" / "projection" / "projection.csv")
@@ -283,10 +283,10 @@ def test_where_verifying_is_free_the_prediction_is_the_theorem_of_leviathan_et_a
     """(1 - a^(g + 1)) / ((1 - a) (g c + 1)), for g drafted tokens that are each accepted with probability a."""
     a, g, c, forward = 0.7, 4, 0.05, 8e-3
     flat = Grid({"nodes": (0.0, 8.0)} | PLACES, np.full((2, 2, 2), forward))
-    own = {"draft": Grid(PLACES, np.full((2, 2), g * c * forward)), "baseline": Grid(PLACES, np.zeros((2, 2)))}
+    grids = {"draft": Grid(PLACES, np.full((2, 2), g * c * forward)), "baseline": Grid(PLACES, np.zeros((2, 2)))}
     tau = sum(a**k for k in range(g + 1))
     theorem = (1 - a ** (g + 1)) / ((1 - a) * (g * c + 1))
-    assert predict(Cost(flat, own), "draft", tau, g, 1, 50) == pytest.approx(theorem)
+    assert predict(Cost(flat, grids), "draft", tau, g, 1, 50) == pytest.approx(theorem)
 
 
 def run_by_hand() -> Tables:
@@ -329,21 +329,21 @@ def test_the_run_s_own_seconds_do_not_matter():
     times = np.where(run.requests["arm"] == "draft", 7.0, 1.0)
     slower = replace(run, requests=run.requests.assign(decode_seconds=run.requests["decode_seconds"] * times))
     assert predicted_speedups(by_hand(), slower, "draft").equals(predicted_speedups(by_hand(), run, "draft"))
-    (before,), (after,) = (predicted_and_measured(by_hand(), one, "draft")["measured"] for one in (run, slower))
+    (before,), (after,) = (predicted_and_measured(by_hand(), tables, "draft")["measured"] for tables in (run, slower))
     assert after == pytest.approx(before / 7)  # so the test would detect a prediction that reads them
 
 
 def test_what_is_predicted_and_what_is_measured_are_the_same_groups():
     """Of three groups one ended with its prefill, and one has no step to predict from."""
-    one = run_by_hand()
-    three = [[table.assign(group=number) for table in (one.steps, one.requests)] for number in range(3)]
+    recorded = run_by_hand()
+    three = [[table.assign(group=number) for table in (recorded.steps, recorded.requests)] for number in range(3)]
     three[1][1] = three[1][1].assign(decode_seconds=0.0)
     three[2][0] = three[2][0].iloc[:0]
     steps, requests = (pd.concat(tables, ignore_index=True) for tables in zip(*three, strict=True))
     both = predicted_and_measured(by_hand(), Tables(pd.DataFrame(), steps, requests), "draft")
     assert list(both.index) == [0]
     assert both["measured"].tolist() == pytest.approx([(11 / 0.08) / (6 / 0.05)])
-    assert both["predicted"].tolist() == predicted_speedups(by_hand(), one, "draft").tolist()
+    assert both["predicted"].tolist() == predicted_speedups(by_hand(), recorded, "draft").tolist()
 
 
 def test_costs_with_a_hole_are_refused(tmp_path):

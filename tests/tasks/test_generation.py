@@ -70,17 +70,17 @@ def decode_events(prompts, target, **options):
 def output_of(events):
     """The text and the tokens of one branch, without what was withdrawn."""
     text, tokens = "", []
-    for one in events:
-        if isinstance(one.event, Withdrawn):
-            assert text.endswith(one.event.text)
-            text = text[: len(text) - len(one.event.text)]
-            del tokens[len(tokens) - one.event.tokens :]
-        if isinstance(one.event, Text):
-            assert "".join(share.text for share in one.shares) == one.event.text
-            text += one.event.text
-        if isinstance(one.event, Text | Finish):
-            assert tuple(token.logprob for token in one.tokens) == one.event.logprobs
-        tokens += one.tokens
+    for entry in events:
+        if isinstance(entry.event, Withdrawn):
+            assert text.endswith(entry.event.text)
+            text = text[: len(text) - len(entry.event.text)]
+            del tokens[len(tokens) - entry.event.tokens :]
+        if isinstance(entry.event, Text):
+            assert "".join(share.text for share in entry.shares) == entry.event.text
+            text += entry.event.text
+        if isinstance(entry.event, Text | Finish):
+            assert tuple(token.logprob for token in entry.tokens) == entry.event.logprobs
+        tokens += entry.tokens
     return text, tokens
 
 
@@ -94,8 +94,8 @@ def check(events, stop=(), healed=b""):
     assert text == plain(PIECES, ids(tokens), Rules(frozenset({END}), tuple(stop)), healed)
     assert {token.origin for token in tokens} <= set(ORIGINS)
     assert all(token.logprob <= 0 for token in tokens)
-    assert [isinstance(one.event, Finish) for one in events if one.event != Dropped()][-1]
-    assert sum(isinstance(one.event, Finish) for one in events) == 1
+    assert [isinstance(entry.event, Finish) for entry in events if entry.event != Dropped()][-1]
+    assert sum(isinstance(entry.event, Finish) for entry in events) == 1
     return text, tokens
 
 
@@ -103,7 +103,7 @@ def check(events, stop=(), healed=b""):
 def test_texts_are_those_of_the_tokens_and_tokens_have_an_origin(target, temperature):
     events = decode_events(["the cat", "ababab", "a"], target, sampling=Sampling(temperature))
     assert sorted(events) == [(0, ()), (1, ()), (2, ())]
-    checked = [check(own) for own in events.values()]
+    checked = [check(entries) for entries in events.values()]
     assert all(len(tokens) == 24 or tokens[-1].id == END for _, tokens in checked)
     origins = {token.origin for _, tokens in checked for token in tokens}
     assert origins == ({"accepted", "recovered", "bonus"} if temperature == 0 else origins) and "forced" not in origins
@@ -129,13 +129,13 @@ def test_a_log_probability_is_that_of_the_plain_forward(target):
     prompt = Bytes().encode("the cat")
     logits = target.lm.model(torch.tensor([prompt + ids(tokens)])).logits[0, len(prompt) - 1 : -1]
     rows = logits.log_softmax(-1)
-    expected = [float(rows[place, token.id]) for place, token in enumerate(tokens)]
+    expected = [float(rows[number, token.id]) for number, token in enumerate(tokens)]
     torch.testing.assert_close([token.logprob for token in tokens], expected, rtol=0, atol=1e-6)
 
 
 def test_the_next_call_takes_the_prompt_from_the_prefix_cache(target):
     prefixes, prompt = PrefixCache(1024), "once upon a time there was"
-    calls = [decode_events(prompt, target, prefix_cache=one) for one in (None, prefixes, prefixes)]
+    calls = [decode_events(prompt, target, prefix_cache=cache) for cache in (None, prefixes, prefixes)]
     assert calls[0] == calls[1] == calls[2] and len(prefixes.texts) == 1
     prefixes.clear()
     assert target.lm.cells.references.sum() == 0
@@ -146,22 +146,22 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(target):
     ends = [len(plain(PIECES, ids(tokens[:count]), Rules())) for count in range(len(tokens))]
     stop = text[ends[3] - 1 : ends[3] + 1]
     assert len(stop.encode()) == 2 and "�" not in stop
-    own = decode_events("the cat", target, stop_strings=(stop,))[0, ()]
-    cut, fewer = check(own, stop=(stop,))
-    finish = own[-1].event
+    entries = decode_events("the cat", target, stop_strings=(stop,))[0, ()]
+    cut, fewer = check(entries, stop=(stop,))
+    finish = entries[-1].event
     assert cut == text[: text.index(stop)]
     assert (finish.reason, finish.text) == ("stop_string", stop)
-    assert ids(fewer) == ids(tokens)[: len(fewer)] and len(own[-1].tokens) == finish.tokens > 0
+    assert ids(fewer) == ids(tokens)[: len(fewer)] and len(entries[-1].tokens) == finish.tokens > 0
 
 
 def test_a_banned_string_is_never_streamed_and_nothing_is_withdrawn(target):
     text, _ = check(decode_events("the cat", target)[0, ()])
     ban = next(letter for letter in text if letter.isascii())
     for proposer in (None, Repeat(3)):
-        own = decode_events("the cat", target, banned_strings=(ban,), proposer=proposer)[0, ()]
-        other, tokens = check(own)
+        entries = decode_events("the cat", target, banned_strings=(ban,), proposer=proposer)[0, ()]
+        other, tokens = check(entries)
         assert ban not in other and len(tokens) == 24
-        assert not any(isinstance(one.event, Withdrawn) for one in own)
+        assert not any(isinstance(entry.event, Withdrawn) for entry in entries)
 
 
 def test_stop_tokens_are_masked_up_to_min_new_tokens(target):
@@ -179,8 +179,8 @@ def test_stop_tokens_are_masked_up_to_min_new_tokens(target):
 
 
 def test_healed_bytes_are_repeated_and_not_streamed(target):
-    own = decode_events("the ca", target, token_healing=True)[0, ()]
-    text, tokens = check(own, healed=b"a")
+    entries = decode_events("the ca", target, token_healing=True)[0, ()]
+    text, tokens = check(entries, healed=b"a")
     assert PIECES[tokens[0].id].startswith(b"a")
     assert text.encode() == b"".join(PIECES[token.id] for token in tokens)[1:] or "�" in text
 
@@ -223,8 +223,8 @@ def test_every_fork_streams_its_whole_text(target, proposer):
         assert len(first) == len(other) == 10
         assert first[:1] == other[:1] and other[1:3] != [0, 1]
     alone = decode_events(["the cat", "ababab"], target, proposer=None, constraint=applied, max_new_tokens=10)
-    assert {key: ids(output_of(own)[1]) for key, own in events.items()} == {
-        key: ids(output_of(own)[1]) for key, own in alone.items()
+    assert {key: ids(output_of(entries)[1]) for key, entries in events.items()} == {
+        key: ids(output_of(entries)[1]) for key, entries in alone.items()
     }
     assert target.lm.cells.references.sum() == 0
 
@@ -354,8 +354,8 @@ def test_text_requires_no_constraint_engine(decoder):
     target = replace(tiny_target(), tokenizer=words_tokenizer(decoder))
     text, tokens = output_of(decode_events("w3.w1.", target, vocabulary=None)[0, ()])
     pieces = [b"<unk>", *(f"w{n}.".encode() for n in range(40)), "é".encode()]
-    assert len(tokens) == 24 and text.encode() == b"".join((pieces + [b""] * 61)[one.id] for one in tokens)
-    assert target.tokenizer.decode([one.id for one in tokens if one.id < 42]) == text
-    stop = next(one.id for one in tokens if 0 < one.id < 41)
+    assert len(tokens) == 24 and text.encode() == b"".join((pieces + [b""] * 61)[token.id] for token in tokens)
+    assert target.tokenizer.decode([token.id for token in tokens if token.id < 42]) == text
+    stop = next(token.id for token in tokens if 0 < token.id < 41)
     stopped, _ = output_of(decode_events("w3.w1.", target, vocabulary=None, stop_strings=[f"w{stop - 1}."])[0, ()])
     assert stopped == text[: text.index(f"w{stop - 1}.")]

@@ -34,7 +34,7 @@ class Timed:
             raise KeyboardInterrupt
         slow = request.id in self.disturbed and self.calls[request.id] <= self.slow
         loop = Loop(lab().target, Null(), Match(), CounterDraws(0))
-        outcomes = [replace(one, decode_seconds=9.0 if slow else 1.0) for one in loop.decode(requests).outcomes]
+        outcomes = [replace(outcome, decode_seconds=9.0 if slow else 1.0) for outcome in loop.decode(requests).outcomes]
         return Decoded([], outcomes)
 
 
@@ -124,9 +124,9 @@ def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch
     """Of a real arm: its forwards are counted once, and none of the first attempt is left."""
     monkeypatch.setattr(groups, "other_load", lambda began, ended: 0.0)
     parts, console = lab(TEXTS[:4]), Console(file=StringIO())
-    own = settings(tmp_path, batch_size=1, max_new_tokens=4)
+    options = settings(tmp_path, batch_size=1, max_new_tokens=4)
     monkeypatch.setattr("spec_lab.analysis.metrics.disturbed", lambda arms, resources: [2])
-    assert run(parts, own, {}, console, repeat_disturbed=True) == 0
+    assert run(parts, options, {}, console, repeat_disturbed=True) == 0
     tables = metrics.load(tmp_path)
     assert set(tables.requests.loc[tables.requests["group"] == 2, "attempt"]) == {2}
     for name, frame in (("rounds", tables.rounds), ("steps", tables.steps), ("requests", tables.requests)):

@@ -17,8 +17,8 @@ from tests.propose.lab import draft_model
 
 def checked(tmp_path, room=None, run=None, **changes):
     run = run or lab()
-    own = settings(tmp_path, **changes)
-    return check_memory(run, own, [len(one.tokens) for one in run.requests(own)], room)
+    options = settings(tmp_path, **changes)
+    return check_memory(run, options, [len(request.tokens) for request in run.requests(options)], room)
 
 
 def test_a_run_that_fits_records_what_it_needs(tmp_path):
@@ -41,11 +41,11 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tmp_path):
 
 def test_the_kv_caches_of_all_draft_models_count(tmp_path):
     plain = lab(proposer=Ngram(3, 2, 1))
-    one = replace(plain, proposer=draft_model("1x1x1"))
+    changed = replace(plain, proposer=draft_model("1x1x1"))
     both = replace(
-        one, more_proposers={"hybrid": Union.load(one.target, {"a": draft_model("1x1x1"), "b": Ngram(2, 2, 1)})}
+        changed, more_proposers={"hybrid": Union.load(changed.target, {"a": draft_model("1x1x1"), "b": Ngram(2, 2, 1)})}
     )
-    sizes = [checked(tmp_path, 2**30, run)["draft_kv_cache_bytes"] for run in (plain, one, both)]
+    sizes = [checked(tmp_path, 2**30, run)["draft_kv_cache_bytes"] for run in (plain, changed, both)]
     assert sizes[0] == 0 and sizes[2] == 2 * sizes[1] > 0
 
 
@@ -59,11 +59,11 @@ def test_a_benchmark_is_refused_before_it_claims_its_folder(tmp_path, monkeypatc
 def test_a_benchmark_records_estimate_and_peak(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "in_short", lambda *_: {"certified": None})
     run = settings(tmp_path / "run", overrides=[], max_new_tokens=2)  # a job of a sweep draws no figures
-    one = lab(("a",))
-    one = replace(
-        one, target=replace(one.target, cache=ProcessCache())
+    laboratory = lab(("a",))
+    laboratory = replace(
+        laboratory, target=replace(laboratory.target, cache=ProcessCache())
     )  # certificates that are left out are not shared
-    assert benchmark.run(one, run, {}) == 0
+    assert benchmark.run(laboratory, run, {}) == 0
     manifest, summary = (
         json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("manifest", "summary")
     )

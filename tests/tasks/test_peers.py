@@ -68,7 +68,7 @@ def test_sampling_is_seeded_by_request(folder, name):
     requests = lab.requests(settings(folder, max_new_tokens=16))[:2]
     arm = lab.peers[name]
     first, again = arm.decode(requests), arm.decode(requests[::-1])
-    assert [one.tokens for one in first.outcomes] == [one.tokens for one in again.outcomes[::-1]]
+    assert [outcome.tokens for outcome in first.outcomes] == [outcome.tokens for outcome in again.outcomes[::-1]]
     assert first.outcomes[0].tokens != first.outcomes[1].tokens
 
 

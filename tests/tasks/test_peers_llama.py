@@ -34,10 +34,10 @@ def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named)
     ("stream", "tokens", "why"), [([4, 5, 6, 8, 9], [4, 5, 6, 8, 9], "length"), ([4, 7, 6], [4, 7], "stop")], ids=str
 )
 def test_the_first_token_belongs_to_the_prefill(stream, tokens, why):
-    found = timed(REQUEST, iter(stream), 0.0)
-    assert found.tokens == tokens and found.finish == why
-    assert (found.prefill_tokens, found.decode_tokens) == (1, len(tokens) - 1)
-    assert found.prefill_seconds > 0 and found.decode_seconds >= 0
+    timing = timed(REQUEST, iter(stream), 0.0)
+    assert timing.tokens == tokens and timing.finish == why
+    assert (timing.prefill_tokens, timing.decode_tokens) == (1, len(tokens) - 1)
+    assert timing.prefill_seconds > 0 and timing.decode_seconds >= 0
 
 
 def request(length, new):
@@ -65,8 +65,8 @@ class Counts:
 
 @pytest.mark.parametrize(("length", "drafted"), [(3, [10, 11, 12]), (5, [10, 11]), (7, []), (8, [])])
 def test_a_draft_ends_where_the_context_does(length, drafted):
-    found = GreedyDraft(Counts(), 3)(np.arange(length, dtype=np.intc))
-    assert found.tolist() == drafted and found.dtype == np.intc
+    drafted_ids = GreedyDraft(Counts(), 3)(np.arange(length, dtype=np.intc))
+    assert drafted_ids.tolist() == drafted and drafted_ids.dtype == np.intc
 
 
 def test_the_draft_model_computes_a_new_prompt_before_the_first_token():

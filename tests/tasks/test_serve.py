@@ -74,10 +74,10 @@ def test_prompts_come_from_the_prefix_cache_within_a_segment(monkeypatch):
     plain = Loop(target, Null(), Match(), CounterDraws(0))
     cached = replace(plain, prefix_cache=PrefixCache(1024))
     for _ in range(2):  # the cache is empty when a segment begins
-        found = [Time(monkeypatch).serve(arm, requests, [0, 0, 0], Limits(1)) for arm in (plain, cached)]
-        assert "cached_tokens" not in found[0][0]
-        assert [one["cached_tokens"] for one in found[1]] == [0, 20, 20]
-        assert [one["tokens"] for one in found[0]] == [one["tokens"] for one in found[1]]
+        rows_of_arms = [Time(monkeypatch).serve(arm, requests, [0, 0, 0], Limits(1)) for arm in (plain, cached)]
+        assert "cached_tokens" not in rows_of_arms[0][0]
+        assert [row["cached_tokens"] for row in rows_of_arms[1]] == [0, 20, 20]
+        assert [row["tokens"] for row in rows_of_arms[0]] == [row["tokens"] for row in rows_of_arms[1]]
 
 
 @pytest.fixture
@@ -112,12 +112,12 @@ def test_least_seconds_are_of_the_steps_without_a_part_of_a_prompt(time, plain):
     """A forward needs 1 s for reading. The second request joins at step 3; its prompt's step counts for none."""
     limits = MachineLimits(1.0, 1.0, 1, 1.0, 1.0, "float32", None, None, 1, 1, None, 0.0)
     roofline = Roofline(ForwardWork(1, 0, 0, ()), limits)
-    one, two = serve_segment(plain, requests([6, 4]), [0.0, 1.5], Limits(), roofline, time, time.sleep)
+    first, two = serve_segment(plain, requests([6, 4]), [0.0, 1.5], Limits(), roofline, time, time.sleep)
     assert [info.prefill for info in time.infos] == [[True], [False], [False, True], *[[False, False]] * 3]
-    assert columns([one, two], "least_seconds") == [(1 + 3 / 2,), (3 / 2,)], "divided among those who shared a step"
-    assert one["read_seconds"] == one["least_seconds"]
+    assert columns([first, two], "least_seconds") == [(1 + 3 / 2,), (3 / 2,)], "divided among those who shared a step"
+    assert first["read_seconds"] == first["least_seconds"]
     forwards = [time.infos[number].seconds()["target_forward"] for number in (1, 3, 4, 5)]
-    assert one["forward_seconds"] + two["forward_seconds"] == pytest.approx(sum(forwards))
+    assert first["forward_seconds"] + two["forward_seconds"] == pytest.approx(sum(forwards))
 
 
 def test_requests_beyond_the_batch_size_wait_in_the_order_of_arrival(time, plain):
@@ -142,8 +142,8 @@ def test_an_idle_loop_sleeps_until_the_next_arrival(time, plain):
 
 def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain):
     """Nine tokens in chunks of four: two steps without a token, while the first request decodes."""
-    own = [Request(0, "short", (1, 2), COLD, 5), Request(1, "long", PROMPTS[2], COLD, 2)]
-    rows = time.serve(plain, own, [0.0, 0.5], Limits(max_prefill_tokens=4))
+    asked = [Request(0, "short", (1, 2), COLD, 5), Request(1, "long", PROMPTS[2], COLD, 2)]
+    rows = time.serve(plain, asked, [0.0, 0.5], Limits(max_prefill_tokens=4))
     assert columns(rows, "admitted", "first_token", "end", "steps") == [(0, 1, 5, 5), (1, 4, 5, 2)]
     shares = [4 / 5, 4 / 5, 1 / 2]  # of the steps: chunks of 4, 4 and 1 tokens beside one decoded token
     assert columns(rows, "prefill_compute_seconds") == [(1,), (pytest.approx(sum(shares)),)]
@@ -151,8 +151,8 @@ def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain
 
 
 def test_a_preempted_request_keeps_its_admission_and_finishes(time, plain):
-    own = [Request(n, f"r{n}", (1, 2, 3), COLD, 6) for n in range(2)]
-    rows = time.serve(plain, own, [0.0, 0.0], Limits(max_kv_tokens=12))
+    asked = [Request(n, f"r{n}", (1, 2, 3), COLD, 6) for n in range(2)]
+    rows = time.serve(plain, asked, [0.0, 0.0], Limits(max_kv_tokens=12))
     assert [row["tokens"] for row in rows] == [6, 6]
     assert columns(rows, "admitted") == [(0,), (0,)]
     assert rows[1]["end"] > rows[0]["end"] == 6
@@ -171,13 +171,16 @@ ARMS = {
 def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
     proposer, verifier = ARMS[name][0](), ARMS[name][1]
     target = tiny_target()
-    own = requests([6, 9, 4, 7, 5, 8], sampling)
+    asked = requests([6, 9, 4, 7, 5, 8], sampling)
     rows = time.serve(
-        Loop(target, proposer, verifier, CounterDraws(3)), own, [0, 0, 0.5, 3, 3.5, 30], Limits(2, max_prefill_tokens=4)
+        Loop(target, proposer, verifier, CounterDraws(3)),
+        asked,
+        [0, 0, 0.5, 3, 3.5, 30],
+        Limits(2, max_prefill_tokens=4),
     )
     (engine,) = time.engines
-    served = {one.request.id: one.emitted for one in engine.sequences}
-    for request, row in zip(own, rows, strict=True):
+    served = {sequence.request.id: sequence.emitted for sequence in engine.sequences}
+    for request, row in zip(asked, rows, strict=True):
         group = fixed_group(Arm(target, proposer, verifier, CounterDraws(3)), [request])
         list(group)
         assert served[request.id] == group.sequences[0].emitted
@@ -219,11 +222,11 @@ def test_a_forked_request_has_the_tokens_of_all_its_sequences_and_shared_ones_on
 
 
 def test_the_tokens_of_a_forked_request_are_those_that_the_benchmark_counts(time):
-    arm, own = forking(), requests([5, 7, 2, 1], WARM)
-    served = {row["request"]: row["tokens"] for row in time.serve(arm, own, [0.0] * 4)}
+    arm, asked = forking(), requests([5, 7, 2, 1], WARM)
+    served = {row["request"]: row["tokens"] for row in time.serve(arm, asked, [0.0] * 4)}
     counted = dict.fromkeys(served, 0)
-    for one in arm.decode(own).outcomes:
-        counted[one.request.id] += one.prefill_tokens + one.decode_tokens
+    for outcome in arm.decode(asked).outcomes:
+        counted[outcome.request.id] += outcome.prefill_tokens + outcome.decode_tokens
     assert served == counted == {10: 8, 11: 12, 12: 2, 13: 1}
 
 
@@ -254,8 +257,8 @@ def quiet():
 
 
 def run(out, console=None, parts=None, changes=None, **options):
-    own = settings(out, **({"max_new_tokens": 4} | (changes or {})))
-    return serve(parts or lab(), own, {}, console or quiet(), **({"segment": 2} | options))
+    config = settings(out, **({"max_new_tokens": 4} | (changes or {})))
+    return serve(parts or lab(), config, {}, console or quiet(), **({"segment": 2} | options))
 
 
 def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_path):
@@ -273,7 +276,7 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
     assert summary["verdict"] in ("doubtful", "not reliable"), "four segments"
     assert (manifest["verdict"], manifest["verdict_reasons"]) == (summary["verdict"], summary["verdict_reasons"])
     assert f"Verdict: {summary['verdict']}" in console.file.getvalue()
-    assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
+    assert {arm: sorted(group["request"]) for arm, group in rows.groupby("arm")} == {
         "repeat": [*range(7)], "baseline": [*range(7)],
     }  # fmt: skip
     assert (rows["segment"] == rows["request"] // 2).all()
@@ -293,17 +296,19 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
 
 def poisoned(tmp_path, *places):
     """The lab with a token whose embedding is NaN, which no output has, at the end of these prompts."""
-    one = lab()
-    seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
-    group = fixed_group(Arm(one.target, Null(), Match(), CounterDraws(0)), one.requests(settings(tmp_path)))
+    laboratory = lab()
+    seen = {token for request in laboratory.requests(settings(tmp_path)) for token in request.tokens}
+    group = fixed_group(
+        Arm(laboratory.target, Null(), Match(), CounterDraws(0)), laboratory.requests(settings(tmp_path))
+    )
     list(group)
     seen |= {token for sequence in group.sequences for token in sequence.emitted}
     poison = next(token for token in range(32, 61) if token not in seen)
     with torch.no_grad():
-        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
-    texts = {place: "n" + chr(poison) for place in places}
-    prompts = [replace(prompt, text=texts.get(n, prompt.text)) for n, prompt in enumerate(one.prompts)]
-    return replace(one, prompts=prompts)
+        laboratory.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    texts = {name: "n" + chr(poison) for name in places}
+    prompts = [replace(prompt, text=texts.get(n, prompt.text)) for n, prompt in enumerate(laboratory.prompts)]
+    return replace(laboratory, prompts=prompts)
 
 
 def test_a_segment_with_a_broken_request_is_left_out_of_every_arm_and_the_error_is_stated(tmp_path, capsys):
@@ -318,13 +323,13 @@ def test_a_segment_with_a_broken_request_is_left_out_of_every_arm_and_the_error_
     assert summary["errors"] == rows[broken]["error"].tolist() and len(summary["errors"]) == 2
     complete = rows[rows["segment"] != 1]
     assert set(complete["request"]) == {0, 1, 4}
-    for arm, found in summary["arms"].items():
-        own = complete[complete["arm"] == arm]
-        assert (found["requests"], found["tokens"]) == (3, 12)
-        assert found["ttft"]["mean"] == pytest.approx((own["first_token"] - own["arrival"]).mean())
-        seconds = own.groupby("segment")["end"].max() - own.groupby("segment")["arrival"].min()
-        assert found["goodput"] <= found["requests"] / seconds.sum() + 1e-9
-        assert found["tokens_per_second"] == pytest.approx(12 / seconds.sum())
+    for arm, figures in summary["arms"].items():
+        arm_rows = complete[complete["arm"] == arm]
+        assert (figures["requests"], figures["tokens"]) == (3, 12)
+        assert figures["ttft"]["mean"] == pytest.approx((arm_rows["first_token"] - arm_rows["arrival"]).mean())
+        seconds = arm_rows.groupby("segment")["end"].max() - arm_rows.groupby("segment")["arrival"].min()
+        assert figures["goodput"] <= figures["requests"] / seconds.sum() + 1e-9
+        assert figures["tokens_per_second"] == pytest.approx(12 / seconds.sum())
     assert "1 of 3 segments" in " ".join(console.file.getvalue().split())
     assert capsys.readouterr().err.count("request 'request 3'") == 2
 
@@ -334,19 +339,19 @@ def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
     trace.write_text("0\n0.01\n5.0\n5.02\n9.0\n")
     assert run(tmp_path / "out", arrivals="file", trace=str(trace)) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
-    own = rows[rows["arm"] == "baseline"].sort_values("request")["arrival"]
-    assert own.tolist() == pytest.approx([0, 0.01, 0, 0.02, 0])
+    arrivals = rows[rows["arm"] == "baseline"].sort_values("request")["arrival"]
+    assert arrivals.tolist() == pytest.approx([0, 0.01, 0, 0.02, 0])
     assert (rows["admitted"] >= rows["arrival"]).all() and (rows["end"] >= rows["first_token"]).all()
 
 
 def test_finished_segments_stay_and_the_rest_is_served_after_an_interruption(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 
-    def watched(arm, own, *given):
-        seen.append([one.id for one in own])
+    def watched(arm, asked, *given):
+        seen.append([request.id for request in asked])
         if len(seen) == 4:
             raise KeyboardInterrupt
-        return serve_segment(arm, own, *given)
+        return serve_segment(arm, asked, *given)
 
     monkeypatch.setattr(module, "serve_segment", watched)
     assert run(out) == 130
@@ -363,9 +368,9 @@ def test_every_arm_warms_up_with_a_full_batch_of_short_requests(tmp_path, monkey
     """As the benchmark does: memory for a batch is allocated before anything is measured."""
     seen = []
 
-    def watched(arm, own, due, *given):
-        seen.append(([one.id for one in own], {one.max_new_tokens for one in own}, set(due)))
-        return serve_segment(arm, own, due, *given)
+    def watched(arm, asked, due, *given):
+        seen.append(([request.id for request in asked], {request.max_new_tokens for request in asked}, set(due)))
+        return serve_segment(arm, asked, due, *given)
 
     monkeypatch.setattr(module, "serve_segment", watched)
     for batch, ids in ((3, [0, 1, 2]), (9, [0, 1, 2, 3, 4])):

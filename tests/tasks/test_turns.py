@@ -61,30 +61,30 @@ def done(request, tmp_path_factory):
 
 @pytest.mark.nightly
 def test_each_arm_continues_its_own_answers(done):
-    found = rows(done[0])
+    table = rows(done[0])
     for arm in ("speculative", "baseline"):
-        assert [key[1:] for key in found if key[0] == arm and key[2] == 1] == [(one.name, 1) for one in CHATS]
-        for one in CHATS:
-            for turn in range(1, one.turns):
-                before, after = found[arm, one.name, turn], found[arm, one.name, turn + 1]
-                assert after["prompt"] == f"{before['prompt']}{before['text']}\n\n{one.later[turn - 1]}"
-                assert after["name"] == f"{one.name}, turn {turn + 1}" and after["group"] == before["group"]
+        assert [key[1:] for key in table if key[0] == arm and key[2] == 1] == [(chat.name, 1) for chat in CHATS]
+        for chat in CHATS:
+            for turn in range(1, chat.turns):
+                before, after = table[arm, chat.name, turn], table[arm, chat.name, turn + 1]
+                assert after["prompt"] == f"{before['prompt']}{before['text']}\n\n{chat.later[turn - 1]}"
+                assert after["name"] == f"{chat.name}, turn {turn + 1}" and after["group"] == before["group"]
                 assert after["prompt_tokens"] == len(after["prompt"])
-    assert len(found) == 2 * sum(one.turns for one in CHATS)
+    assert len(table) == 2 * sum(chat.turns for chat in CHATS)
 
 
 def test_requests_of_all_turns_have_numbers_of_their_own(done):
     table = metrics.load(done[0]).requests
-    numbers = {one: number for number, one in enumerate(prompt.name for prompt in CHATS)}
+    numbers = {name: number for number, name in enumerate(prompt.name for prompt in CHATS)}
     expected = table["conversation"].map(numbers) + (table["turn"] - 1) * len(CHATS)
     assert (table["request"] == expected).all() and table["id"].is_unique
 
 
 def test_the_seconds_of_a_group_are_those_of_all_its_turns(done):
     tables = metrics.load(done[0])
-    own = tables.requests[tables.requests["arm"] == "baseline"]
-    per_turn = own.groupby(["group", "turn"])["decode_seconds"].max()
-    tokens = own.groupby("group")["decode_tokens"].sum()
+    baseline = tables.requests[tables.requests["arm"] == "baseline"]
+    per_turn = baseline.groupby(["group", "turn"])["decode_seconds"].max()
+    tokens = baseline.groupby("group")["decode_tokens"].sum()
     assert metrics.group_speeds(tables.requests, "baseline").tolist() == pytest.approx(
         (tokens / per_turn.groupby("group").sum()).tolist()
     )
@@ -98,12 +98,12 @@ def test_the_seconds_of_a_group_are_those_of_all_its_turns(done):
 
 def test_only_the_last_answer_of_a_conversation_is_checked(done):
     out, printed = done
-    found = rows(out)
+    table = rows(out)
     for arm in ("speculative", "baseline"):
-        assert found[arm, "b", 1]["checker"] == found[arm, "c", 2]["checker"] == "contains"
-        assert found[arm, "c", 1]["checker"] == found[arm, "a", 3]["checker"] == ""
-        assert pd.isna(found[arm, "c", 1]["correct"])
-        assert found[arm, "b", 1]["correct"] == ("e" in found[arm, "b", 1]["text"].split())
+        assert table[arm, "b", 1]["checker"] == table[arm, "c", 2]["checker"] == "contains"
+        assert table[arm, "c", 1]["checker"] == table[arm, "a", 3]["checker"] == ""
+        assert pd.isna(table[arm, "c", 1]["correct"])
+        assert table[arm, "b", 1]["correct"] == ("e" in table[arm, "b", 1]["text"].split())
     summary = json.loads((out / "summary.json").read_text())
     assert summary["arms"]["baseline"]["accuracy"]["contains"]["answers"] == 2
     assert "by the checker contains" in printed
@@ -116,22 +116,22 @@ def test_the_manifest_records_what_a_conversation_became(done):
 
 
 def test_all_arms_may_continue_the_baselines_answers(tmp_path):
-    one = chats(temperature=1.0)
-    assert run(one, settings(tmp_path), CONFIG, quiet(), history="baseline") == 0
-    found = rows(tmp_path)
-    assert found["speculative", "a", 1]["text"] != found["baseline", "a", 1]["text"]
+    chat_prompts = chats(temperature=1.0)
+    assert run(chat_prompts, settings(tmp_path), CONFIG, quiet(), history="baseline") == 0
+    table = rows(tmp_path)
+    assert table["speculative", "a", 1]["text"] != table["baseline", "a", 1]["text"]
     for arm in ("speculative", "baseline"):
-        before = found["baseline", "a", 1]
-        assert found[arm, "a", 2]["prompt"] == f"{before['prompt']}{before['text']}\n\non the mat"
+        before = table["baseline", "a", 1]
+        assert table[arm, "a", 2]["prompt"] == f"{before['prompt']}{before['text']}\n\non the mat"
 
 
 def test_the_next_turn_continues_the_reply(tmp_path, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.groups.reply", lambda text, prompt: f"({len(text)}, {len(prompt)})")
     assert run(chats([CHATS[0]]), settings(tmp_path), CONFIG, quiet()) == 0
-    found = rows(tmp_path)
-    first = found["baseline", "a", 1]
+    table = rows(tmp_path)
+    first = table["baseline", "a", 1]
     reply = f"({len(first['text'])}, {len(first['prompt'])})"
-    assert found["baseline", "a", 2]["prompt"] == f"{first['prompt']}{reply}\n\non the mat"
+    assert table["baseline", "a", 2]["prompt"] == f"{first['prompt']}{reply}\n\non the mat"
 
 
 @pytest.mark.nightly
@@ -153,41 +153,41 @@ def test_a_resumed_run_continues_with_the_next_group(tmp_path, monkeypatch):
     assert run(whole, settings(tmp_path / "cut"), CONFIG, quiet()) == 130
     monkeypatch.undo()
     assert run(whole, settings(tmp_path / "cut"), CONFIG, quiet()) == 0
-    one, other = rows(tmp_path / "whole"), rows(tmp_path / "cut")
-    assert {key: row["text"] for key, row in one.items()} == {key: row["text"] for key, row in other.items()}
+    table, other = rows(tmp_path / "whole"), rows(tmp_path / "cut")
+    assert {key: row["text"] for key, row in table.items()} == {key: row["text"] for key, row in other.items()}
 
 
 @pytest.mark.nightly
 def test_a_broken_turn_has_no_next_one_and_its_group_is_left_out(tmp_path):
-    one = chats(CHATS[2:])
+    chat_prompts = chats(CHATS[2:])
     poison = 60
     with torch.no_grad():
-        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
-    prompts = [one.prompts[0], replace(one.prompts[1], text="n" + chr(poison))]
-    assert run(replace(one, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
-    found = rows(tmp_path)
-    assert found["baseline", "d", 1]["finish"] == "nan" and ("baseline", "d", 2) not in found
-    assert ("baseline", "c", 2) in found
+        chat_prompts.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    prompts = [chat_prompts.prompts[0], replace(chat_prompts.prompts[1], text="n" + chr(poison))]
+    assert run(replace(chat_prompts, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
+    table = rows(tmp_path)
+    assert table["baseline", "d", 1]["finish"] == "nan" and ("baseline", "d", 2) not in table
+    assert ("baseline", "c", 2) in table
     assert json.loads((tmp_path / "summary.json").read_text())["broken_groups"] == 1
 
 
 def test_the_memory_of_a_run_is_that_of_the_last_turns(tmp_path):
-    one, own = chats(), settings(tmp_path)
-    longest = one.longest_prompts(own, one.first_turns(own))
-    assert run(one, own, CONFIG, quiet()) == 0
+    chat_prompts, options = chats(), settings(tmp_path)
+    longest = chat_prompts.longest_prompts(options, chat_prompts.first_turns(options))
+    assert run(chat_prompts, options, CONFIG, quiet()) == 0
     table = metrics.load(tmp_path).requests
     most = table.groupby("conversation")["prompt_tokens"].max()
     for number, prompt in enumerate(CHATS):
-        assert most[prompt.name] <= longest[number] <= most[prompt.name] + own.max_new_tokens * len(prompt.later)
+        assert most[prompt.name] <= longest[number] <= most[prompt.name] + options.max_new_tokens * len(prompt.later)
     short = settings(tmp_path, max_prompt_tokens=20)
-    assert max(one.longest_prompts(short, one.first_turns(short))) == 20
+    assert max(chat_prompts.longest_prompts(short, chat_prompts.first_turns(short))) == 20
 
 
 def test_later_turns_reuse_the_kv_cache_of_earlier_ones(tmp_path):
     """At least that of the first prompt: an answer may be other tokens when its text is read again."""
-    one = chats([replace(CHATS[0], text="the cat sat on the mat", later=("why",))])
+    chat_prompts = chats([replace(CHATS[0], text="the cat sat on the mat", later=("why",))])
     for name, more in (("plain", {}), ("cached", {"prefix_cache": 4096})):
-        assert run(one, settings(tmp_path / name, **more), CONFIG, quiet()) == 0
+        assert run(chat_prompts, settings(tmp_path / name, **more), CONFIG, quiet()) == 0
     plain, cached = (rows(tmp_path / name) for name in ("plain", "cached"))
     assert {key: row["text"] for key, row in plain.items()} == {key: row["text"] for key, row in cached.items()}
     for arm in ("speculative", "baseline"):
@@ -196,16 +196,16 @@ def test_later_turns_reuse_the_kv_cache_of_earlier_ones(tmp_path):
 
 
 def test_turns_that_may_not_fit_the_context_are_refused_before_anything_runs(tmp_path):
-    one = chats()
-    small = replace(one, target=replace(one.target, context=54))
+    chat_prompts = chats()
+    small = replace(chat_prompts, target=replace(chat_prompts.target, context=54))
     with pytest.raises(ValueError, match=r"prompt 'a': its 3 turns have up to \d+ tokens and the context holds 54"):
         run(small, settings(tmp_path), CONFIG, quiet())
     replace(small).check_later_turns(settings(tmp_path, max_prompt_tokens=40))
 
 
 def test_other_tasks_refuse_several_turns(tmp_path):
-    one = chats(verifiers={})
+    chat_prompts = chats(verifiers={})
     with pytest.raises(ValueError, match=r"task=serve_trace decodes one answer .*'a' has several turns: .*turns=1"):
-        serve(one, settings(tmp_path), CONFIG, quiet())
+        serve(chat_prompts, settings(tmp_path), CONFIG, quiet())
     with pytest.raises(ValueError, match="task=verifier_study decodes one answer"):
-        study_verifiers(one, settings(tmp_path, batch_size=1), CONFIG, quiet())
+        study_verifiers(chat_prompts, settings(tmp_path, batch_size=1), CONFIG, quiet())

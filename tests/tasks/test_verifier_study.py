@@ -46,16 +46,18 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=80)
 
 
-def steps_of(one, request, every=3):
+def steps_of(laboratory, request, every=3):
     """The request's text, and every step along it with its probabilities copied."""
-    text = [*request.tokens, *sample(one.target, request, 0).tokens]
-    with closing(drafts_along(one.target, proposers_of(one), request, text, every, CounterDraws(0))) as steps:
+    text = [*request.tokens, *sample(laboratory.target, request, 0).tokens]
+    with closing(
+        drafts_along(laboratory.target, proposers_of(laboratory), request, text, every, CounterDraws(0))
+    ) as steps:
         return text, [replace(step, p=step.p.clone()) for step in steps]
 
 
-def held(one) -> int:
+def held(laboratory) -> int:
     """Cells in use, in the target and in all draft models."""
-    models = [one.target.lm, *(each.lm for each in one.more_proposers.values() if hasattr(each, "lm"))]
+    models = [laboratory.target.lm, *(each.lm for each in laboratory.more_proposers.values() if hasattr(each, "lm"))]
     return sum(int(lm.cells.references.sum()) + sum(lm.cells._users) for lm in models)
 
 
@@ -63,19 +65,19 @@ def held(one) -> int:
 def done(tmp_path_factory):
     """A finished run: its lab, its directory and what it printed."""
     torch.set_num_threads(1)
-    one, out, console = recorded_lab(), tmp_path_factory.mktemp("recorded") / "out", quiet()
-    assert study_verifiers(one, one_at_a_time(out), {}, console, every=3, repeats=1) == 0
-    return one, out, console.file.getvalue()
+    laboratory, out, console = recorded_lab(), tmp_path_factory.mktemp("recorded") / "out", quiet()
+    assert study_verifiers(laboratory, one_at_a_time(out), {}, console, every=3, repeats=1) == 0
+    return laboratory, out, console.file.getvalue()
 
 
 # Drafts ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_is_what_the_loop_decodes_without_a_draft():
-    one = recorded_lab()
-    requests = one.requests(one_at_a_time(Path()))
-    group, _ = decode(one.target, Null(), requests, Match())
-    assert [sample(one.target, request, 0).tokens for request in requests] == emitted(group)
+    laboratory = recorded_lab()
+    requests = laboratory.requests(one_at_a_time(Path()))
+    group, _ = decode(laboratory.target, Null(), requests, Match())
+    assert [sample(laboratory.target, request, 0).tokens for request in requests] == emitted(group)
 
 
 def test_positions_begin_after_the_first_token_and_a_token_follows_each():
@@ -88,26 +90,26 @@ def test_positions_begin_after_the_first_token_and_a_token_follows_each():
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=9, repetition_penalty=1.3)])
 def test_probabilities_equal_a_plain_forward_over_the_recorded_prefix(sampling):
-    one = recorded_lab(sampling=sampling)
-    request = one.requests(one_at_a_time(Path()))[1]
-    text, steps = steps_of(one, request)
+    laboratory = recorded_lab(sampling=sampling)
+    request = laboratory.requests(one_at_a_time(Path()))[1]
+    text, steps = steps_of(laboratory, request)
     seen = {(step.position, step.proposer) for step in steps}
-    assert seen == {(position, name) for position in positions(request, text, 3) for name in one.more_proposers}
+    assert seen == {(position, name) for position in positions(request, text, 3) for name in laboratory.more_proposers}
     for step in steps:
         shape = step.draft.shape
         for row in range(shape.rows):
             tokens = text[: step.position] + path_tokens(step.draft, row)
             assert torch.allclose(
-                step.p[row], plain_probabilities(one.target.lm.model, tokens, sampling), rtol=0, atol=1e-9
+                step.p[row], plain_probabilities(laboratory.target.lm.model, tokens, sampling), rtol=0, atol=1e-9
             )
-    assert held(one) == 0
+    assert held(laboratory) == 0
 
 
 def test_a_draft_is_what_a_proposer_without_a_past_draws():
     """Earlier drafts leave no trace: the draft at a position does not depend on how many positions come before it."""
-    one = recorded_lab()
-    request = one.requests(one_at_a_time(Path()))[0]
-    _, often = steps_of(one, request, every=1)
+    laboratory = recorded_lab()
+    request = laboratory.requests(one_at_a_time(Path()))[0]
+    _, often = steps_of(laboratory, request, every=1)
     fresh = recorded_lab()
     _, seldom = steps_of(fresh, request, every=4)
     drafts = {(step.position, step.proposer): step.draft for step in often}
@@ -125,8 +127,8 @@ def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
         seen = ()
 
         def observe(self, observed):
-            for one in observed:
-                self.last = one.start + len(one.hidden), one.hidden[-1].clone()
+            for observation in observed:
+                self.last = observation.start + len(observation.hidden), observation.hidden[-1].clone()
 
         def propose(self, batch):
             (sequence,) = batch.sequences
@@ -135,25 +137,25 @@ def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
             return super().propose(batch)
 
     reads = Reads()
-    one = recorded_lab(proposer=reads, more_proposers={"point": draft_model("2x1", "point")})
-    text, _ = steps_of(one, one.requests(one_at_a_time(Path()))[0])
+    laboratory = recorded_lab(proposer=reads, more_proposers={"point": draft_model("2x1", "point")})
+    text, _ = steps_of(laboratory, laboratory.requests(one_at_a_time(Path()))[0])
     assert len(reads.seen) == 3
     for position, hidden in reads.seen:
         ids = torch.tensor([text[: position - 1]])
         with torch.no_grad():
-            plain = one.target.lm.model.base_model(input_ids=ids, use_cache=False)[0][0, -1]
+            plain = laboratory.target.lm.model.base_model(input_ids=ids, use_cache=False)[0][0, -1]
         assert torch.allclose(hidden, plain, rtol=0, atol=1e-9)
 
 
 def test_nothing_is_drafted_beyond_the_context():
-    one = recorded_lab(more_proposers={"deep": draft_model("1x1x1x1", "iid")}, verifiers={"token": Token()})
-    request = one.requests(one_at_a_time(Path()))[0]
-    short = replace(one.target, context=len(request.tokens) + 9)
+    laboratory = recorded_lab(more_proposers={"deep": draft_model("1x1x1x1", "iid")}, verifiers={"token": Token()})
+    request = laboratory.requests(one_at_a_time(Path()))[0]
+    short = replace(laboratory.target, context=len(request.tokens) + 9)
     text = [*request.tokens, *sample(short, request, 0).tokens]
-    with closing(drafts_along(short, one.more_proposers, request, text, 2, CounterDraws(0))) as steps:
+    with closing(drafts_along(short, laboratory.more_proposers, request, text, 2, CounterDraws(0))) as steps:
         depths = [step.draft.shape.nodes for step in steps]
     assert depths == [4, 4, 4, 2]
-    assert held(one) == 0
+    assert held(laboratory) == 0
 
 
 # The verdicts ------------------------------------------------------------------------------------------------------
@@ -176,28 +178,28 @@ class Spy:
 
 def test_all_verifiers_get_the_same_draft_and_probabilities():
     asked = []
-    one = recorded_lab(verifiers={name: Spy(inner, asked) for name, inner in ONES.items()})
-    drafting = proposers_of(one)
-    fitting, _ = pairs(drafting, one.verifiers)
-    request = one.requests(one_at_a_time(Path()))[0]
-    _, rows, _ = of_prompt(one, drafting, fitting, request, seed=0, every=4, repeats=2)
+    laboratory = recorded_lab(verifiers={name: Spy(inner, asked) for name, inner in ONES.items()})
+    drafting = proposers_of(laboratory)
+    fitting, _ = pairs(drafting, laboratory.verifiers)
+    request = laboratory.requests(one_at_a_time(Path()))[0]
+    _, rows, _ = of_prompt(laboratory, drafting, fitting, request, seed=0, every=4, repeats=2)
     by_draft: dict = {}
-    for draft, place, p in asked:
-        by_draft.setdefault(id(draft), []).append((place, p))
+    for draft, position, p in asked:
+        by_draft.setdefault(id(draft), []).append((position, p))
     assert len(by_draft) == 2 * len(TREES)
     assert len(asked) == 2 * len(rows)
     for seen in by_draft.values():
         first_place, first = seen[0]
-        assert all(place == first_place and torch.equal(p, first) for place, p in seen)
+        assert all(position == first_place and torch.equal(p, first) for position, p in seen)
 
 
 @pytest.mark.nightly
 def test_rows_are_the_verdicts(done):
-    one, out, _ = done
+    laboratory, out, _ = done
     rows = load(out).set_index("id")
     counted = 0
-    for request in one.requests(one_at_a_time(out)):
-        for step in steps_of(one, request)[1]:
+    for request in laboratory.requests(one_at_a_time(out)):
+        for step in steps_of(laboratory, request)[1]:
             bound = None
             if step.draft.drawn != "point":
                 q = step.draft.q[int(step.draft.q_row[0])]
@@ -223,22 +225,22 @@ def test_rows_are_the_verdicts(done):
 @pytest.mark.nightly
 def test_no_verifier_beats_the_bound_on_average_over_drafts():
     """The bound holds for the expectation over drafts, here over seeds; a single draft may exceed it."""
-    one = recorded_lab(more_proposers=proposers(iid="3", without="3"))
-    request = one.requests(one_at_a_time(Path(), max_new_tokens=2))[0]
-    fitting, _ = pairs(one.more_proposers, {"token": Token(), "match": Match()})
-    text, exceeded = sample(one.target, request, 0).tokens, False
+    laboratory = recorded_lab(more_proposers=proposers(iid="3", without="3"))
+    request = laboratory.requests(one_at_a_time(Path(), max_new_tokens=2))[0]
+    fitting, _ = pairs(laboratory.more_proposers, {"token": Token(), "match": Match()})
+    text, exceeded = sample(laboratory.target, request, 0).tokens, False
     rows = []
     for seed in range(150):
         with pytest.MonkeyPatch.context() as patch:
-            outcome = replace(sample(one.target, request, 0), tokens=text)
+            outcome = replace(sample(laboratory.target, request, 0), tokens=text)
             patch.setattr("spec_lab.tasks.verifier_study.recorded.sample", lambda *_, same=outcome: same)
-            rows += of_prompt(one, one.more_proposers, fitting, request, seed, every=1, repeats=1)[1]
+            rows += of_prompt(laboratory, laboratory.more_proposers, fitting, request, seed, every=1, repeats=1)[1]
     frame = pd.DataFrame(rows)
-    for _, own in frame.groupby(["proposer", "verifier"]):
-        assert own["bound"].std() < 1e-9
-        error = own["first_level"].std() / np.sqrt(len(own))
-        assert own["first_level"].mean() < own["bound"].iloc[0] + 4 * error
-        exceeded |= bool((own["first_level"] > own["bound"]).any())
+    for _, cell in frame.groupby(["proposer", "verifier"]):
+        assert cell["bound"].std() < 1e-9
+        error = cell["first_level"].std() / np.sqrt(len(cell))
+        assert cell["first_level"].mean() < cell["bound"].iloc[0] + 4 * error
+        exceeded |= bool((cell["first_level"] > cell["bound"]).any())
     assert exceeded
 
 
@@ -246,15 +248,15 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
 
 
 def test_a_verifier_that_supports_no_proposer_is_refused(tmp_path):
-    one = recorded_lab(more_proposers=proposers(without="2", point="2"))
+    laboratory = recorded_lab(more_proposers=proposers(without="2", point="2"))
     with pytest.raises(ValueError, match=r"'kseq' .* iid, .* point, without: .*~"):
-        study_verifiers(one, one_at_a_time(tmp_path / "out"), {}, quiet())
+        study_verifiers(laboratory, one_at_a_time(tmp_path / "out"), {}, quiet())
     assert not (tmp_path / "out").exists()
 
 
 def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_path):
-    one = lab(texts=("the cat",), temperature=1.0, verifier=Lenient(0.5))
-    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    laboratory = lab(texts=("the cat",), temperature=1.0, verifier=Lenient(0.5))
+    assert study_verifiers(laboratory, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     (only,) = summary["proposers"].values()
     assert list(summary["proposers"]) == ["speculative"] and list(only["verifiers"]) == ["lenient"]
@@ -284,7 +286,7 @@ def test_the_cells_are_given_back(done):
 
 @pytest.mark.nightly
 def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, capsys):
-    one, asked = recorded_lab(), []
+    laboratory, asked = recorded_lab(), []
 
     def interrupting(target, request, seed):
         asked.append(request.name)
@@ -293,11 +295,11 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, cap
         return sample(target, request, seed)
 
     monkeypatch.setattr("spec_lab.tasks.verifier_study.recorded.sample", interrupting)
-    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 130
+    assert study_verifiers(laboratory, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 130
     assert f"the rows of 2 of 5 prompts are in {tmp_path}" in capsys.readouterr().err
-    assert load(tmp_path)["request"].unique().tolist() == [0, 1] and held(one) == 0
+    assert load(tmp_path)["request"].unique().tolist() == [0, 1] and held(laboratory) == 0
     assert not (tmp_path / "summary.json").exists()
-    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 0
+    assert study_verifiers(laboratory, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 0
     assert asked == ["p0", "p1", "p2", "p2", "p3", "p4"]
     pd.testing.assert_frame_equal(load(tmp_path).drop(columns=TIMES), load(done[1]).drop(columns=TIMES))
 

@@ -25,7 +25,9 @@ LOOSE = "{{ messages[-1].content }}"
 def tokenizer(template: str | dict | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per character, and a special token that plain texts begin with."""
     characters = dict.fromkeys(LETTERS + "<>/=#0123456789_?'!\"", None)
-    model = Tokenizer(models.WordLevel({one: n for n, one in enumerate([*characters, "[B]"])}, unk_token=":"))
+    model = Tokenizer(
+        models.WordLevel({character: n for n, character in enumerate([*characters, "[B]"])}, unk_token=":")
+    )
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     model.decoder = decoders.Fuse()
     model.post_processor = processors.TemplateProcessing(
@@ -47,42 +49,42 @@ def text(prompt: Prompt, answers=(), template: str | None = TEMPLATE) -> str:
 
 
 def test_each_turn_is_sent_after_the_models_answer_to_the_one_before(tmp_path):
-    (one,) = chat(write(tmp_path, {"id": 5, "turns": ["a", "b", "c"], "workload": "toy", "source": "here"}))
-    assert (one.name, one.text, one.turns, one.workload, one.source) == ("5", "a", 3, "toy", "here")
-    assert text(one) == "<user>a</><assistant>"
-    assert text(one, ["x"]) == "<user>a</><assistant>x</><user>b</><assistant>"
-    assert text(one, ["x", "y"]).endswith("<assistant>y</><user>c</><assistant>")
+    (prompt,) = chat(write(tmp_path, {"id": 5, "turns": ["a", "b", "c"], "workload": "toy", "source": "here"}))
+    assert (prompt.name, prompt.text, prompt.turns, prompt.workload, prompt.source) == ("5", "a", 3, "toy", "here")
+    assert text(prompt) == "<user>a</><assistant>"
+    assert text(prompt, ["x"]) == "<user>a</><assistant>x</><user>b</><assistant>"
+    assert text(prompt, ["x", "y"]).endswith("<assistant>y</><user>c</><assistant>")
     (short,) = chat(write(tmp_path, {"turns": ["a", "b", "c"]}), turns=2)
     assert short.turns == 2
 
 
 def test_a_template_writes_special_tokens_itself_and_plain_text_gets_the_tokenizers():
-    own = tokenizer()
-    templated = encode_turn(Prompt("p", "a", template=ChatTemplate()), own, 100)[1]
-    assert own.decode(templated) == "<user>a</><assistant>"
-    assert encode_turn(Prompt("p", "a"), own, 100) == ("a", tuple(own.encode("a")))
-    assert own.bos_token_id not in templated and own.encode("a")[0] == own.bos_token_id
+    backend = tokenizer()
+    templated = encode_turn(Prompt("p", "a", template=ChatTemplate()), backend, 100)[1]
+    assert backend.decode(templated) == "<user>a</><assistant>"
+    assert encode_turn(Prompt("p", "a"), backend, 100) == ("a", tuple(backend.encode("a")))
+    assert backend.bos_token_id not in templated and backend.encode("a")[0] == backend.bos_token_id
 
 
 def test_without_a_template_messages_are_plain_text(tmp_path):
     lines = {"turns": ["a", "b"], "system": "s"}
-    for (one,), template in (
+    for (prompt,), template in (
         (chat(write(tmp_path, lines)), None),
         (chat(write(tmp_path, lines), template="none"), TEMPLATE),
     ):
-        assert text(one, template=template) == "s\n\na"
-        assert text(one, ["x"], template=template) == "s\n\nax\n\nb"
+        assert text(prompt, template=template) == "s\n\na"
+        assert text(prompt, ["x"], template=template) == "s\n\nax\n\nb"
 
 
 def test_recorded_messages_system_prompts_and_tools(tmp_path):
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "r"}, {"role": "user", "content": "b"}]
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"name": "find"}]))
-    own, common = chat(
+    with_own, common = chat(
         write(tmp_path, {"messages": said, "system": "mine", "tools": [{"name": "look"}]}, {"prompt": "c"}),
         system="all", tools=str(tools),
     )  # fmt: skip
-    assert text(own) == "<system>mine</><user>a</><assistant>r</><user>b</><tools>look<assistant>"
+    assert text(with_own) == "<system>mine</><user>a</><assistant>r</><user>b</><tools>look<assistant>"
     assert text(common) == "<system>all</><user>c</><tools>find<assistant>"
     (kept,) = chat(write(tmp_path, {"messages": [{"role": "system", "content": "first"}, *said]}), system="all")
     assert text(kept).startswith("<system>first</><user>a")
@@ -107,22 +109,22 @@ def test_thinking_and_options_reach_the_template_and_are_refused_where_nothing_r
 
 
 def test_a_system_prompt_that_the_template_does_not_read_is_refused(tmp_path):
-    (one,) = chat(write(tmp_path, {"prompt": "a"}), system="s")
+    (prompt,) = chat(write(tmp_path, {"prompt": "a"}), system="s")
     for template in (LOOSE, "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"):
         with pytest.raises(ValueError, match=r"'chat-1' has a system prompt, which has no effect.*system=null, or put"):
-            text(one, template=template)
+            text(prompt, template=template)
     default = "{{ messages[0].content if messages[0].role == 'system' else 's' }}"
-    assert text(one, template=default) == "s"
+    assert text(prompt, template=default) == "s"
     with pytest.raises(ValueError, match=r"System role not supported'\); set prompts.system=null, or put it into"):
-        text(one, template="{{ raise_exception('System role not supported') }}")
+        text(prompt, template="{{ raise_exception('System role not supported') }}")
 
 
 def test_tool_calls_are_not_lost_in_plain_text(tmp_path):
     calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     said = [{"role": "user", "content": "a"}, calls, {"role": "tool", "content": "42"}]
-    (one,) = chat(write(tmp_path, {"messages": said}), template="none")
+    (prompt,) = chat(write(tmp_path, {"messages": said}), template="none")
     with pytest.raises(ValueError, match="'chat-1' has tool_calls, which plain text cannot show"):
-        text(one)
+        text(prompt)
 
 
 def test_a_tokenizer_with_several_templates_and_no_default_is_refused():
@@ -133,11 +135,11 @@ def test_a_tokenizer_with_several_templates_and_no_default_is_refused():
 def test_a_file_replaces_the_tokenizers_template(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("[{{ messages[0].content }}]")
-    (one,) = chat(write(tmp_path, {"prompt": "a"}), template=str(file))
-    assert text(one) == text(one, template=None) == "[a]"
-    assert template_facts([(one.template, False)], tokenizer())["template"] == "file"
-    own = template_facts([(ChatTemplate(), False)], tokenizer())
-    assert own["template"] == "checkpoint" and len(own["template_sha256"]) == 64
+    (prompt,) = chat(write(tmp_path, {"prompt": "a"}), template=str(file))
+    assert text(prompt) == text(prompt, template=None) == "[a]"
+    assert template_facts([(prompt.template, False)], tokenizer())["template"] == "file"
+    facts = template_facts([(ChatTemplate(), False)], tokenizer())
+    assert facts["template"] == "checkpoint" and len(facts["template_sha256"]) == 64
     plain = template_facts([(ChatTemplate(), False)], tokenizer(None))
     assert plain == template_facts([(None, False)], tokenizer()) == {"template": "none"}
 
@@ -210,13 +212,13 @@ def test_files_of_tools_and_templates_are_bounded(tmp_path, monkeypatch):
 
 def test_answers_are_checked_in_the_last_turn_and_only_where_they_are_known(tmp_path):
     path = write(tmp_path, {"prompt": "a", "answer": 4}, {"prompt": "b"}, {"turns": ["a", "b"], "answer": "5"})
-    assert [(one.checker, one.answer) for one in chat(path, checker="number")] == [
+    assert [(prompt.checker, prompt.answer) for prompt in chat(path, checker="number")] == [
         ("number", "4"),
         ("", ""),
         ("number", "5"),
     ]
-    assert [one.checker for one in chat(path, checker="number", turns=1)] == ["number", "", ""]
-    assert [one.checker for one in chat(path)] == ["", "", ""]
+    assert [prompt.checker for prompt in chat(path, checker="number", turns=1)] == ["number", "", ""]
+    assert [prompt.checker for prompt in chat(path)] == ["", "", ""]
 
 
 def test_answers_are_validated_when_the_file_is_read(tmp_path):
@@ -253,4 +255,4 @@ def test_digest_depends_on_everything_that_a_conversation_is_made_of():
         Prompt("p", "a", messages=({"role": "user", "content": "a"},)), Prompt("p", "a", tools=({"name": "f"},)),
         Prompt("p", "a", checker="exact", answer="b"), Prompt("p", "a", checker="exact", answer="c"),
     ]  # fmt: skip
-    assert len({digest([one]) for one in [plain, *changed]}) == 1 + len(changed)
+    assert len({digest([given]) for given in [plain, *changed]}) == 1 + len(changed)

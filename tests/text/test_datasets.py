@@ -30,7 +30,7 @@ LINES: dict[str, list[dict]] = {
 
 
 def write(file: Path, lines: list[dict]) -> str:
-    data = "".join(json.dumps(one) + "\n" for one in lines).encode()
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
     return str(file)
 
@@ -44,14 +44,20 @@ def test_every_dataset_has_an_example_here():
 
 
 def test_questions_of_several_turns(tmp_path):
-    (one,) = read(tmp_path, "spec_bench", template="none", turns=1)
-    assert (one.name, one.text, one.workload, one.source, one.turns) == ("81", "one", "writing", "Spec-Bench", 1)
-    assert one.template is None
-    (one,) = read(tmp_path, "mt_bench")
-    assert (one.name, one.text, one.later, one.source, one.checker) == ("7", "a", ("b",), "MT-Bench", "")
+    (prompt,) = read(tmp_path, "spec_bench", template="none", turns=1)
+    assert (prompt.name, prompt.text, prompt.workload, prompt.source, prompt.turns) == (
+        "81",
+        "one",
+        "writing",
+        "Spec-Bench",
+        1,
+    )
+    assert prompt.template is None
+    (prompt,) = read(tmp_path, "mt_bench")
+    assert (prompt.name, prompt.text, prompt.later, prompt.source, prompt.checker) == ("7", "a", ("b",), "MT-Bench", "")
     copy = {"prompt_id": 3, "category": "math", "prompt": ["a", "b"], "reference": []}
-    (one,) = load("mt_bench", write(tmp_path / "copy.jsonl", [copy]))
-    assert (one.name, one.text, one.later) == ("3", "a", ("b",))
+    (prompt,) = load("mt_bench", write(tmp_path / "copy.jsonl", [copy]))
+    assert (prompt.name, prompt.text, prompt.later) == ("3", "a", ("b",))
 
 
 def test_gsm8k_asks_for_a_number_and_checks_it(tmp_path):
@@ -63,12 +69,12 @@ def test_gsm8k_asks_for_a_number_and_checks_it(tmp_path):
 
 
 def test_humaneval_completes_a_function_or_asks_for_it(tmp_path):
-    (one,) = read(tmp_path, "humaneval", template="none", checker="python_syntax")
-    assert one.name == "HumanEval/0" and one.text == one.answer == LINES["humaneval"][0]["prompt"]
-    assert check(one.checker, "    return a\n", one.answer, completes=True)
-    assert not check(one.checker, "    return (\n", one.answer, completes=True)
-    (one,) = read(tmp_path, "humaneval", checker="python_syntax")
-    assert "```python\ndef f(a):" in one.text and "canonical" not in one.text
+    (prompt,) = read(tmp_path, "humaneval", template="none", checker="python_syntax")
+    assert prompt.name == "HumanEval/0" and prompt.text == prompt.answer == LINES["humaneval"][0]["prompt"]
+    assert check(prompt.checker, "    return a\n", prompt.answer, completes=True)
+    assert not check(prompt.checker, "    return (\n", prompt.answer, completes=True)
+    (prompt,) = read(tmp_path, "humaneval", checker="python_syntax")
+    assert "```python\ndef f(a):" in prompt.text and "canonical" not in prompt.text
 
 
 def test_livecodebench_asks_for_a_program_or_completes_one(tmp_path):
@@ -78,10 +84,10 @@ def test_livecodebench_asks_for_a_program_or_completes_one(tmp_path):
 
 
 def test_mmlu_offers_choices(tmp_path):
-    (one,) = read(tmp_path, "mmlu", checker="choice")
-    assert one.text.startswith("Which?\nA. this\nB. that\n") and one.answer == "B" and one.workload == "logic"
-    (one,) = read(tmp_path, "mmlu", template="none", checker="choice")
-    assert one.text.endswith("B. that\nAnswer:")
+    (prompt,) = read(tmp_path, "mmlu", checker="choice")
+    assert prompt.text.startswith("Which?\nA. this\nB. that\n") and prompt.answer == "B" and prompt.workload == "logic"
+    (prompt,) = read(tmp_path, "mmlu", template="none", checker="choice")
+    assert prompt.text.endswith("B. that\nAnswer:")
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -95,7 +101,7 @@ def test_a_folder_is_searched_for_the_published_names(tmp_path, name):
             pd.DataFrame(LINES[name]).to_parquet(folder / file)
         else:
             write(folder / file, LINES[name])
-        assert [one.text for one in load(name, str(folder))] == [one.text for one in read(tmp_path, name)]
+        assert [prompt.text for prompt in load(name, str(folder))] == [prompt.text for prompt in read(tmp_path, name)]
 
 
 def test_what_is_not_local_comes_from_the_hub(tmp_path, monkeypatch):
@@ -157,7 +163,9 @@ def test_compressed_files_are_bounded_by_what_they_hold(tmp_path, monkeypatch):
 def test_parquet_files_are_bounded_and_read_as_far_as_needed(tmp_path, monkeypatch):
     file = tmp_path / "test.parquet"
     pd.DataFrame([{"question": f"q {n}?", "answer": f"#### {n}", "more": "x"} for n in range(200)]).to_parquet(file)
-    assert [one.answer for one in load("gsm8k", str(file), limit=70, checker="number")] == [str(n) for n in range(70)]
+    assert [prompt.answer for prompt in load("gsm8k", str(file), limit=70, checker="number")] == [
+        str(n) for n in range(70)
+    ]
     monkeypatch.setattr(records, "MAX_FILE", 20_000)
     assert len(load("gsm8k", str(file))) == 200
     monkeypatch.setattr(records, "MAX_FILE", 100_000)

@@ -33,9 +33,9 @@ def pieces_of(draw):
 def feed(stream, tokens):
     """Push tokens (with minus their number as log-probability) until the stream finishes; then end it."""
     events = []
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         if stream.finished is None:
-            events += stream.push(token, -float(place))
+            events += stream.push(token, -float(position))
     if stream.finished is None:
         events += stream.end("done")
     return events
@@ -71,16 +71,16 @@ def test_a_stream_equals_the_plain_oracle(pieces, stops, least, most, stop_token
     given = [event for event in events if isinstance(event, Text)]
     assert all(event.tokens == len(event.logprobs) for event in [*given, finish])
     logprobs = [logprob for event in [*given, finish] for logprob in event.logprobs]
-    assert logprobs == [-float(place) for place in range(len(stream.tokens))]  # every token once, in order
+    assert logprobs == [-float(n) for n in range(len(stream.tokens))]  # every token once, in order
     assert (finish.text in stops) == (finish.reason == "stop_string")
 
 
 @few
 @given(pieces_of(), pieces_of(), pieces_of(), strings)
-def test_released_text_never_changes(past, one, other, stops):
-    pieces, rules, stream = [*past, *one, *other], Rules(stop_strings=stops), None
+def test_released_text_never_changes(past, more, other, stops):
+    pieces, rules, stream = [*past, *more, *other], Rules(stop_strings=stops), None
     begun = range(len(past))
-    for future in (range(len(past), len(past) + len(one)), range(len(past) + len(one), len(pieces)), ()):
+    for future in (range(len(past), len(past) + len(more)), range(len(past) + len(more), len(pieces)), ()):
         stream = Stream(pieces, rules)
         for token in begun:
             if stream.finished is None:
@@ -93,9 +93,13 @@ def test_released_text_never_changes(past, one, other, stops):
 def test_the_cut_does_not_depend_on_the_split(pieces, stops):
     whole = b"".join(pieces)
     single = [bytes([byte]) for byte in whole]
-    parts, one, bytewise = (text_and_finish(p, stop_strings=stops) for p in (pieces, [whole], single))
-    assert parts[0] == one[0] == bytewise[0]
-    assert (parts[1].reason, parts[1].text) == (one[1].reason, one[1].text) == (bytewise[1].reason, bytewise[1].text)
+    parts, whole_text, bytewise = (text_and_finish(p, stop_strings=stops) for p in (pieces, [whole], single))
+    assert parts[0] == whole_text[0] == bytewise[0]
+    assert (
+        (parts[1].reason, parts[1].text)
+        == (whole_text[1].reason, whole_text[1].text)
+        == (bytewise[1].reason, bytewise[1].text)
+    )
 
 
 def test_the_events_of_a_stop_string_across_tokens():
@@ -253,7 +257,7 @@ def test_a_watcher_finds_the_first_complete_string_and_its_first_token(banned, t
     for token in tokens:
         kept.append(token)
         match = watcher.push(token)
-        data = b"".join(VOCABULARY[one] for one in kept)
+        data = b"".join(VOCABULARY[token] for token in kept)
         ends = [end for end in range(len(data) + 1) if data[:end].endswith(tuple(s.encode() for s in banned))]
         assert (match is None) == (not ends)
         if match is not None:
@@ -261,7 +265,7 @@ def test_a_watcher_finds_the_first_complete_string_and_its_first_token(banned, t
             shortest = min((s for s in banned if data[: ends[0]].endswith(s.encode())), key=lambda s: len(s.encode()))
             assert match.text == shortest
             begin = ends[0] - len(shortest.encode())
-            before = len(b"".join(VOCABULARY[one] for one in kept[: -match.tokens]))
+            before = len(b"".join(VOCABULARY[token] for token in kept[: -match.tokens]))
             assert before <= begin < before + len(VOCABULARY[match.ban]) and kept[-match.tokens] == match.ban
             del kept[-match.tokens :]
             watcher.rewind(match.tokens)
@@ -327,11 +331,11 @@ def test_forks_are_independent():
     stream = Stream([b"a", b"b", b"c"], Rules(stop_strings=("abb",), banned_strings=("ac",)))
     stream.push(0)
     stream.push(1)
-    one, two = stream.fork(), stream.fork()
-    assert one.push(1)[-1] == Finish("stop_string", "abb", 3, (math.nan,) * 3)
+    first, two = stream.fork(), stream.fork()
+    assert first.push(1)[-1] == Finish("stop_string", "abb", 3, (math.nan,) * 3)
     two.rewind(1)
     assert two.push(2)[0] == Rewind(2, 0)
-    assert (one.text, two.text, stream.text) == ("", "", "")
+    assert (first.text, two.text, stream.text) == ("", "", "")
     assert (two.bans, stream.bans, stream.finished, stream.tokens) == ({0}, frozenset(), None, [0, 1])
     stream.push(2)
     assert stream.text == "abc" and two.tokens == []
@@ -428,6 +432,6 @@ def test_long_streams_read_each_byte_once(monkeypatch):
     assert rules.stops.strings == rules.stop_strings  # built before steps are counted
     monkeypatch.setattr(Strings, "step", lambda self, node, byte: nodes.append(node) or step(self, node, byte))
     stream = Stream([b"a", b"ab"], rules)
-    for place in range(3000):
-        stream.push(int(place % 50 == 49))
+    for n in range(3000):
+        stream.push(int(n % 50 == 49))
     assert len(nodes) == 3060 and len(stream.text) == 3059

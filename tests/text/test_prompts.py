@@ -78,8 +78,8 @@ def test_encode_names_the_prompt_that_does_not_fit():
 
 
 def test_digest_depends_on_names_texts_and_order():
-    one, two = text.Prompt("a", "x"), text.Prompt("b", "y")
-    digests = {text.digest(p) for p in ([one, two], [two, one], [one], [text.Prompt("c", "x"), two])}
+    prompt, two = text.Prompt("a", "x"), text.Prompt("b", "y")
+    digests = {text.digest(p) for p in ([prompt, two], [two, prompt], [prompt], [text.Prompt("c", "x"), two])}
     assert len(digests) == 4
 
 
@@ -96,10 +96,10 @@ def test_the_prompts_of_a_folder_are_interleaved_deterministically(tmp_path):
     for kind in ("a", "b"):
         lines = [json.dumps({"id": f"p{number}", "prompt": f"{kind} {number}"}) for number in range(6)]
         (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines))
-    found = text.mixed(str(tmp_path))
-    assert found == text.mixed(str(tmp_path)) and text.mixed(str(tmp_path), 5) == found[:5]
-    assert {one.name for one in found} == {f"{kind}-p{number}" for kind in "ab" for number in range(6)}
-    kinds = [one.workload for one in found]
+    mixture = text.mixed(str(tmp_path))
+    assert mixture == text.mixed(str(tmp_path)) and text.mixed(str(tmp_path), 5) == mixture[:5]
+    assert {prompt.name for prompt in mixture} == {f"{kind}-p{number}" for kind in "ab" for number in range(6)}
+    kinds = [prompt.workload for prompt in mixture]
     assert sorted(kinds) != kinds and set(kinds) == {"a", "b"}
 
 

@@ -35,10 +35,10 @@ FEATURES = """
 
 
 def test_it_writes_what_transformers_writes():
-    own = tokenizer(FEATURES)
-    expected = own.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    backend = tokenizer(FEATURES)
+    expected = backend.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False, add_generation_prompt=True)
     given = {"messages": MESSAGES, "tools": TOOLS, "documents": None, "add_generation_prompt": True}
-    given |= own.special_tokens_map
+    given |= backend.special_tokens_map
     assert SANDBOX.ask({"source": FEATURES, "given": given}, chat_template.LIMITS) == expected
 
 

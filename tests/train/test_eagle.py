@@ -53,69 +53,74 @@ def eagle3(**changes):
 
 def published(network):
     names = {name: EAGLE3.published(name)[0] for name, _ in network.named_parameters()}
-    return {names[name].replace("layers.0.", "midlayer."): one.detach() for name, one in network.named_parameters()}
+    return {
+        names[name].replace("layers.0.", "midlayer."): parameter.detach()
+        for name, parameter in network.named_parameters()
+    }
 
 
-def outputs(network, own, unrolls):
+def outputs(network, batch, unrolls):
     """For each unroll what it feeds back ``[B, C, H]`` and its logits ``[B, C, W]``, as the objective computes them."""
     drafts = eagle3_objective(network, SERVICES, FLOAT, unrolls).drafts
-    hidden = torch.cat([own.hidden, torch.zeros(B, T, H)], -1)
-    return [(states, drafts.logits(0, states)) for states in drafts.states(own.ids, hidden, EMBEDDING[own.ids])]
+    hidden = torch.cat([batch.hidden, torch.zeros(B, T, H)], -1)
+    return [(states, drafts.logits(0, states)) for states in drafts.states(batch.ids, hidden, EMBEDDING[batch.ids])]
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "norm_output": True}, {"layers": 2}], ids=str)
 def test_each_unroll_is_a_draft_after_its_column(changes):
-    network, own, unrolls = eagle3(**changes), text(), 4
+    network, batch, unrolls = eagle3(**changes), text(), 4
     w, flags = published(network), [name for name, value in changes.items() if value is True]
-    found = outputs(network, own, unrolls)
+    drafted = outputs(network, batch, unrolls)
     for row in range(B):
-        every = oracle.eagle3_features(w, list(own.hidden[row].split(H, -1)), flags)
+        every = oracle.eagle3_features(w, list(batch.hidden[row].split(H, -1)), flags)
         for column in range(T - 1 - unrolls):
             known = every[: column + 1]
             for unroll in range(unrolls):
-                tokens = own.ids[row, 1 : column + 2 + unroll]
+                tokens = batch.ids[row, 1 : column + 2 + unroll]
                 feature, logits = oracle.eagle3(w, EMBEDDING, tokens, known, SIZES, flags)
-                torch.testing.assert_close(found[unroll][0][row, column], feature[-1], rtol=0, atol=1e-5)
-                torch.testing.assert_close(found[unroll][1][row, column], logits[-1], rtol=0, atol=1e-5)
+                torch.testing.assert_close(drafted[unroll][0][row, column], feature[-1], rtol=0, atol=1e-5)
+                torch.testing.assert_close(drafted[unroll][1][row, column], logits[-1], rtol=0, atol=1e-5)
                 known = torch.cat([known, feature[-1:]])
 
 
 def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_token():
     """A target that is certain of the text's own next token, seen through a network that copies the truth."""
-    network, own = eagle3(), text()
-    own = Texts(IDS[own.ids % W], own.first, own.length, own.hidden)  # tokens of the draft vocabulary only
-    after = torch.nn.functional.one_hot(torch.cat([own.ids[:, 1:], own.ids[:, :1]], 1), V)  # the token after each
+    network, batch = eagle3(), text()
+    batch = Texts(IDS[batch.ids % W], batch.first, batch.length, batch.hidden)  # tokens of the draft vocabulary only
+    after = torch.nn.functional.one_hot(torch.cat([batch.ids[:, 1:], batch.ids[:, :1]], 1), V)  # the token after each
     certain = SimpleNamespace(embed=SERVICES.embed, lm_head=lambda hidden: 1e4 * hidden[..., :V])
     padded = torch.nn.functional.pad(after.to(FLOAT), (0, H - V))
-    _, measured = eagle3_objective(network, certain, FLOAT, 3)(replace(own, hidden=torch.cat([own.hidden, padded], -1)))
+    _, measured = eagle3_objective(network, certain, FLOAT, 3)(
+        replace(batch, hidden=torch.cat([batch.hidden, padded], -1))
+    )
     for unroll, achieved in enumerate(measured):
-        logits = outputs(network, own, 3)[unroll][1]
+        logits = outputs(network, batch, 3)[unroll][1]
         expected, rows = 0.0, 0
         for row in range(B):
             for column in range(T - 2 - unroll):
                 token = column + 2 + unroll
-                if own.first[row] <= token < own.length[row]:
+                if batch.first[row] <= token < batch.length[row]:
                     log_q = logits[row, column].log_softmax(-1)
-                    expected -= float(log_q[torch.searchsorted(IDS, own.ids[row, token])])
+                    expected -= float(log_q[torch.searchsorted(IDS, batch.ids[row, token])])
                     rows += 1
         assert float(achieved.loss) == pytest.approx(expected / rows, abs=1e-5)
 
 
 def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
     network = eagle3().requires_grad_(True)
-    own = text(4)
-    loss, measured = eagle3_objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(own)
-    each = sum(0.5**n * float(one.loss.detach()) for n, one in enumerate(measured))
+    batch = text(4)
+    loss, measured = eagle3_objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(batch)
+    each = sum(0.5**n * float(unroll.loss.detach()) for n, unroll in enumerate(measured))
     assert float(loss.detach()) == pytest.approx(each)
     gradients = torch.autograd.grad(loss, list(network.parameters()))
-    assert all(bool((one != 0).any()) for one in gradients)
+    assert all(bool((gradient != 0).any()) for gradient in gradients)
 
 
 @torch.no_grad()
 def test_a_head_that_begins_as_the_target_computes_its_last_layer_from_the_last_tap():
     sizes = {name: LAYER[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
     model, network = tiny_model(**sizes, num_key_value_heads=2, num_hidden_layers=3, vocab_size=V), eagle3()
-    drawn = [one.clone() for one in (network.fc.weight, network.body.layers[0].self_attn.q_proj.weight)]
+    drawn = [weight.clone() for weight in (network.fc.weight, network.body.layers[0].self_attn.q_proj.weight)]
     begin_as_target(network, model.model)
     torch.testing.assert_close(network.fc.weight[:, : 2 * H], drawn[0][:, : 2 * H] / 10)
     torch.testing.assert_close(network.body.layers[0].self_attn.q_proj.weight[:, :H], drawn[1][:, :H] / 2)
@@ -126,7 +131,7 @@ def test_a_head_that_begins_as_the_target_computes_its_last_layer_from_the_last_
         getattr(network.body.layers[0].self_attn, f"{name}_proj").weight[:, :H] = 0
     w = published(network)
     hidden, _ = oracle.eagle3(
-        w, EMBEDDING, ids[0], oracle.eagle3_features(w, [one[0] for one in states[:3]], []), SIZES, []
+        w, EMBEDDING, ids[0], oracle.eagle3_features(w, [state[0] for state in states[:3]], []), SIZES, []
     )
     torch.testing.assert_close(network.norm(hidden), states[-1][0], rtol=0, atol=1e-5)
 
@@ -139,16 +144,16 @@ def test_taps_beyond_the_target_are_refused():
 def test_eagle1_learns_features_and_distributions_one_position_ahead():
     network = random_network(Eagle(EagleSettings(LAYER, H, V)), TARGET)
     w = {EAGLE.published(name)[0]: parameter for name, parameter in network.named_parameters()}
-    own = text(1)
-    truth = Truth.of(own.hidden.flatten(0, 1) @ HEAD.T)
-    features, (first,) = eagle1_losses(network, own, truth, EMBEDDING[own.ids], SERVICES.lm_head)
+    batch = text(1)
+    truth = Truth.of(batch.hidden.flatten(0, 1) @ HEAD.T)
+    features, (first,) = eagle1_losses(network, batch, truth, EMBEDDING[batch.ids], SERVICES.lm_head)
     distance, loss, rows = 0.0, 0.0, 0
     for row in range(B):
-        predicted = oracle.eagle1(w, EMBEDDING, own.ids[row, 1:], own.hidden[row, :-1], SIZES)
+        predicted = oracle.eagle1(w, EMBEDDING, batch.ids[row, 1:], batch.hidden[row, :-1], SIZES)
         for column in range(T - 2):
-            if own.first[row] <= column + 2 < own.length[row]:
-                distance += float(torch.nn.functional.smooth_l1_loss(predicted[column], own.hidden[row, column + 1]))
-                p = (own.hidden[row, column + 1] @ HEAD.T).softmax(-1)
+            if batch.first[row] <= column + 2 < batch.length[row]:
+                distance += float(torch.nn.functional.smooth_l1_loss(predicted[column], batch.hidden[row, column + 1]))
+                p = (batch.hidden[row, column + 1] @ HEAD.T).softmax(-1)
                 loss -= float((p * (predicted[column] @ HEAD.T).log_softmax(-1)).sum())
                 rows += 1
     assert float(features) == pytest.approx(distance / rows, rel=1e-4)
@@ -195,12 +200,12 @@ def test_attention_has_exact_gradients_in_bfloat16():
     shape = 1, 2, 24, 8
     given = [random(*shape, seed=seed).bfloat16() for seed in range(3)]
     given[2] = given[2] + 30
-    found = []
+    gradients_of = []
     for dtype in (torch.bfloat16, torch.float64):
-        query, key, value = (one.detach().to(dtype).requires_grad_() for one in given)
+        query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in given)
         mixed = UnrollAttention([key], [value]).attend(query, Softmax())
         assert mixed.dtype == dtype and mixed.shape == (1, 24, 2, 8)
         weights = random(*mixed.shape, seed=5).bfloat16().to(dtype)
-        found.append(torch.autograd.grad((mixed * weights).sum(), (query, key, value)))
-    for one, exact in zip(*found, strict=True):
-        assert float((one.double() - exact).norm() / exact.norm()) < 0.01
+        gradients_of.append(torch.autograd.grad((mixed * weights).sum(), (query, key, value)))
+    for gradient, exact in zip(*gradients_of, strict=True):
+        assert float((gradient.double() - exact).norm() / exact.norm()) < 0.01

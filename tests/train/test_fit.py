@@ -38,16 +38,16 @@ class Objective:
 @pytest.fixture
 def paths(tmp_path):
     """Files of texts whose first token is the text's number."""
-    found = []
+    files = []
     for number in range(FILES):
         ids = torch.arange(number * ROWS, (number + 1) * ROWS)[:, None].repeat(1, 5)
-        found.append(tmp_path / f"{number}.safetensors")
-        Texts(ids, torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 5)).write(found[-1])
-    return found
+        files.append(tmp_path / f"{number}.safetensors")
+        Texts(ids, torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 5)).write(files[-1])
+    return files
 
 
-def weights(one):
-    return {name: tensor.clone() for name, tensor in one.tensors().items()}
+def weights(trained):
+    return {name: tensor.clone() for name, tensor in trained.tensors().items()}
 
 
 def test_each_pass_sees_every_text_once_in_another_order():
@@ -59,10 +59,10 @@ def test_each_pass_sees_every_text_once_in_another_order():
 
 
 def test_a_step_is_computed_on_its_texts_in_pieces(paths, tmp_path):
-    own = trainer()
-    objective = Objective(own.model)
+    training = trainer()
+    objective = Objective(training.model)
     ticks = []
-    fit(own, objective, paths, tmp_path / "out", PLAN, {}, tick=lambda *both: ticks.append(both))
+    fit(training, objective, paths, tmp_path / "out", PLAN, {}, tick=lambda *both: ticks.append(both))
     assert ticks == [(step + 1, STEPS) for step in range(STEPS)]
     expected = [
         number for part, row in order_of(FILES, 4, ROWS, 2.0) for number in range(part * 8 + row, part * 8 + row + 4)
@@ -83,18 +83,18 @@ def test_a_stopped_training_resumes_to_the_same_weights_and_curve(paths, tmp_pat
     fit(second, objective, paths, tmp_path / "parts", PLAN, {"a": 1})
     assert len(objective.seen) == (STEPS - stop) * 4
     assert weights(whole).keys() == weights(second).keys()
-    assert all(torch.equal(one, weights(second)[name]) for name, one in weights(whole).items())
+    assert all(torch.equal(weight, weights(second)[name]) for name, weight in weights(whole).items())
     last = [
         json.loads((tmp_path / kind / "learning.jsonl").read_text().splitlines()[-1]) for kind in ("whole", "parts")
     ]
     assert last[0]["step"] == last[1]["step"] == STEPS
     fit(second, Objective(second.model), paths, tmp_path / "parts", PLAN, {"a": 1})  # nothing is left to do
-    assert all(torch.equal(one, weights(second)[name]) for name, one in weights(whole).items())
+    assert all(torch.equal(weight, weights(second)[name]) for name, weight in weights(whole).items())
 
 
 def test_the_curve_states_means_since_its_last_line_and_the_estimated_length(paths, tmp_path):
-    own, written = trainer(), []
-    fit(own, Objective(own.model), paths, tmp_path / "out", PLAN, {}, wrote=written.append)
+    training, written = trainer(), []
+    fit(training, Objective(training.model), paths, tmp_path / "out", PLAN, {}, wrote=written.append)
     lines = [json.loads(line) for line in (tmp_path / "out" / "learning.jsonl").read_text().splitlines()]
     assert written == lines
     assert [line["step"] for line in lines] == [3, 6, 9, 12] and [line["texts"] for line in lines] == [12, 24, 36, 48]
@@ -112,8 +112,8 @@ def test_held_out_texts_are_measured_once_in_each_tenth_of_the_steps_and_at_the_
         return {"accepted_length": float(len(calls))}
 
     for end in dict.fromkeys((stop, None)):
-        own = trainer()
-        fit(own, Objective(own.model), paths, tmp_path / "out", plan, {}, stop_after=end, measure=measure)
+        training = trainer()
+        fit(training, Objective(training.model), paths, tmp_path / "out", plan, {}, stop_after=end, measure=measure)
     lines = [json.loads(line) for line in (tmp_path / "out" / "learning.jsonl").read_text().splitlines()]
     measured = [line["step"] for line in lines if "held_out" in line]
     assert measured == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12] and len(calls) == len(measured)
@@ -122,8 +122,8 @@ def test_held_out_texts_are_measured_once_in_each_tenth_of_the_steps_and_at_the_
 
 @pytest.mark.parametrize("changed", ["facts", "plan", "files"])
 def test_a_checkpoint_of_another_training_is_refused(paths, tmp_path, changed):
-    own = trainer()
-    fit(own, Objective(own.model), paths, tmp_path / "out", PLAN, {"a": 1}, stop_after=2)
+    training = trainer()
+    fit(training, Objective(training.model), paths, tmp_path / "out", PLAN, {"a": 1}, stop_after=2)
     plan = FitPlan(3.0, rows=4, part=2, warmup=2, every=3, plan=PLAN.plan) if changed == "plan" else PLAN
     others, facts = paths[:2] if changed == "files" else paths, {"a": 2 if changed == "facts" else 1}
     again = trainer()
@@ -135,21 +135,21 @@ def test_a_checkpoint_of_another_training_is_refused(paths, tmp_path, changed):
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_weights_and_the_checkpoint_change(
     paths, tmp_path, wrong
 ):
-    own, plan = trainer(), replace(PLAN, save_seconds=1e-9)
-    plain = Objective(own.model)
+    training, plan = trainer(), replace(PLAN, save_seconds=1e-9)
+    plain = Objective(training.model)
     kept = []
 
     def objective(text):
         loss, measured = plain(text)
-        if own.step < 5:
+        if training.step < 5:
             return loss, measured
-        kept[:] = [weights(own), (tmp_path / "out" / CHECKPOINT).read_bytes()]
+        kept[:] = [weights(training), (tmp_path / "out" / CHECKPOINT).read_bytes()]
         # The square root of 0 has an infinite gradient.
         return loss + (loss.detach() * torch.nan if wrong == "loss" else (loss * 0).sqrt()), measured
 
     with pytest.raises(ValueError, match="step 6"):
-        fit(own, objective, paths, tmp_path / "out", plan, {})
-    assert all(torch.equal(one, weights(own)[name]) for name, one in kept[0].items())
+        fit(training, objective, paths, tmp_path / "out", plan, {})
+    assert all(torch.equal(tensor, weights(training)[name]) for name, tensor in kept[0].items())
     assert (tmp_path / "out" / CHECKPOINT).read_bytes() == kept[1] and saved_steps(tmp_path / "out") == 5
 
 
@@ -161,8 +161,8 @@ def test_the_rates_reach_their_peak_before_they_fall_however_short_the_training(
     monkeypatch.setattr(
         Trainer, "update", lambda self, losses, factor: (factors.append(factor), plain(self, losses, factor))[1]
     )
-    own = trainer()
-    fit(own, Objective(own.model), paths, tmp_path / "out", replace(PLAN, warmup=warmup), {})
+    training = trainer()
+    fit(training, Objective(training.model), paths, tmp_path / "out", replace(PLAN, warmup=warmup), {})
     stable = int(STEPS * 0.6)
     assert factors[:stable] == pytest.approx([min(1, (step + 1) / rising) for step in range(stable)])
     assert factors[stable:] == sorted(factors[stable:], reverse=True) and factors[stable] < 1

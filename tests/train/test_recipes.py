@@ -73,20 +73,20 @@ def target(tmp_path_factory):
 
 def begun(recipe, target, folder):
     """A drafter in float64 with random weights that bfloat16 represents, and its loss."""
-    found = recipe.begin(target, files(target, folder / "texts", states=recipe.states(target)), 0)
-    found.module.double()
+    training = recipe.begin(target, files(target, folder / "texts", states=recipe.states(target)), 0)
+    training.module.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in found.module.parameters():
+        for parameter in training.module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_(noise * parameter.shape[-1] ** -0.5 / 2).copy_(parameter.bfloat16())
-    return found
+    return training
 
 
 def published(recipe, module, target, folder):
     sha256 = recipe.write(module, target, folder / "drafter", {"method": recipe.name})
     assert len(sha256) == 64
-    w = {name: one.double() for name, one in load_file(folder / "drafter" / "model.safetensors").items()}
+    w = {name: tensor.double() for name, tensor in load_file(folder / "drafter" / "model.safetensors").items()}
     tied = {"lm_head.weight": w["model.embed_tokens.weight"]} if "model.embed_tokens.weight" in w else {}
     return tied | w
 
@@ -113,8 +113,8 @@ def drafted(name, w, target, ids, hidden, column, depth):
             known = torch.cat([known, eagle.eagle1(w, e, ids[1 : column + 2 + k], known, SIZES)[-1:]])
             yield head @ known[-1]
         elif name.startswith("mtp"):
-            own = 0, RECIPES[name].layout, DEPTH, e, ids[1 : column + 2 + k], known, SIZES
-            known = torch.cat([known, mtp.mtp(w, *own)[-1:]])
+            arguments = 0, RECIPES[name].layout, DEPTH, e, ids[1 : column + 2 + k], known, SIZES
+            known = torch.cat([known, mtp.mtp(w, *arguments)[-1:]])
             yield head @ known[-1]
         elif name.startswith("hydra"):
             yield hydra.logits(w, e, known, after, SIZES, RECIPES[name].layers, lambda x: head @ x)
@@ -147,15 +147,15 @@ def own_medusa(w, state, embedded, head):
 @every_recipe
 def test_the_estimate_is_that_of_the_written_drafter(name, target, tmp_path):
     recipe = RECIPES[name]
-    found = begun(recipe, target, tmp_path)
-    found.module.eval()
+    started = begun(recipe, target, tmp_path)
+    started.module.eval()
     text = texts(target, states=recipe.states(target))
     with torch.no_grad():
-        loss, measured = found.objective(text)
-    w = published(recipe, found.module, target, tmp_path)
+        loss, measured = started.objective(text)
+    w = published(recipe, started.module, target, tmp_path)
     assert len(measured) == recipe.depth
     same = name.startswith(("draft", "kangaroo"))  # whose rows do not depend on the draft position
-    for k, one in enumerate(measured):
+    for k, level in enumerate(measured):
         rows = []
         for row, (ids, hidden) in enumerate(zip(text.ids, text.hidden, strict=True)):
             for column in range(len(ids) - 2 - (0 if same else k)):
@@ -167,27 +167,27 @@ def test_the_estimate_is_that_of_the_written_drafter(name, target, tmp_path):
                 accepted = p[q.argmax()] if name.startswith("medusa") else torch.minimum(p, q).sum()
                 rows.append([divergence(recipe.loss, p, q), accepted, p.argmax() == q.argmax()])
         expected = torch.tensor(rows, dtype=torch.float64).mean(0)
-        direct = torch.tensor([float(one.loss), one.accepted, one.agreed], dtype=torch.float64)
+        direct = torch.tensor([float(level.loss), level.accepted, level.agreed], dtype=torch.float64)
         torch.testing.assert_close(direct, expected, rtol=1e-4, atol=1e-5)
     if not name.startswith(("eagle1", "draft", "kangaroo")):
-        total = sum(recipe.decay**k * float(one.loss) for k, one in enumerate(measured))
+        total = sum(recipe.decay**k * float(level.loss) for k, level in enumerate(measured))
         assert float(loss) == pytest.approx(total, rel=1e-5)
 
 
 @every_recipe
 def test_every_trained_weight_has_a_gradient_and_the_target_s_have_none(name, target, tmp_path):
-    found = begun(RECIPES[name], target, tmp_path)
-    loss, measured = found.objective(texts(target, states=RECIPES[name].states(target)))
+    started = begun(RECIPES[name], target, tmp_path)
+    loss, measured = started.objective(texts(target, states=RECIPES[name].states(target)))
     loss.backward()
-    assert [one for one, p in found.module.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
+    assert [key for key, p in started.module.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
     assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
     assert len(measured) == RECIPES[name].depth
 
 
 @every_recipe
 def test_texts_shorter_than_a_chain_are_no_error(name, target, tmp_path):
-    found = begun(RECIPES[name], target, tmp_path)
-    loss, measured = found.objective(texts(target, length=3, first=(1, 1), states=RECIPES[name].states(target)))
+    started = begun(RECIPES[name], target, tmp_path)
+    loss, measured = started.objective(texts(target, length=3, first=(1, 1), states=RECIPES[name].states(target)))
     loss.backward()
     assert torch.isfinite(loss) and len(measured) == RECIPES[name].depth
 
@@ -200,16 +200,16 @@ def test_a_training_learns_resumes_to_the_same_weights_and_its_proposer_drafts(n
     plan = FitPlan(6, rows=4, part=2, warmup=2, every=1, plan=Plan(muon_rate=2e-2, adamw_rate=1e-2, weight_decay=0.0))
 
     def trained(folder, stop_after=None):
-        own = recipe.begin(target, paths, 0)
-        trainer = Trainer(own.module, plan.plan, 2, torch.float32)
-        fit(trainer, own.objective, paths, tmp_path / folder, plan, dict(own.facts), stop_after)
-        return own.module, trainer.tensors()
+        training = recipe.begin(target, paths, 0)
+        trainer = Trainer(training.module, plan.plan, 2, torch.float32)
+        fit(trainer, training.objective, paths, tmp_path / folder, plan, dict(training.facts), stop_after)
+        return training.module, trainer.tensors()
 
     module, whole = trained("whole")
     trained("parts", stop_after=5)
     _, resumed = trained("parts")
     assert whole.keys() == resumed.keys()
-    assert all(torch.equal(one, resumed[key]) for key, one in whole.items())
+    assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
     curve = [json.loads(line)["loss"][0] for line in (tmp_path / "whole" / "learning.jsonl").read_text().splitlines()]
     assert sum(curve[-3:]) < 0.97 * sum(curve[:3])
 
@@ -236,31 +236,31 @@ def test_wrong_options_are_named(make, option):
 
 
 def test_noise_of_eagle1_is_uniform_scaled_by_the_length_and_the_same_whenever_a_text_is_seen(target, tmp_path):
-    found = begun(Eagle1Recipe(), target, tmp_path)
+    started = begun(Eagle1Recipe(), target, tmp_path)
     text = texts(target, count=3, length=40)
-    noise = found.objective._noise(text)
-    assert torch.equal(noise, found.objective._noise(text))
-    assert torch.equal(noise[1:2], found.objective._noise(text.rows(slice(1, 2))))
+    noise = started.objective._noise(text)
+    assert torch.equal(noise, started.objective._noise(text))
+    assert torch.equal(noise[1:2], started.objective._noise(text.rows(slice(1, 2))))
     assert not torch.equal(noise[0], noise[1])
     for row, length in zip(noise, text.length, strict=True):
         half = 0.1 * 512 / int(length)
         assert 0.9 * half < float(row.max()) <= half and -half <= float(row.min()) < -0.9 * half
     quiet = begun(Eagle1Recipe(noise=0), target, tmp_path)
-    noisy, plain = (float(one.objective(text)[0].detach()) for one in (found, quiet))
+    noisy, plain = (float(training.objective(text)[0].detach()) for training in (started, quiet))
     assert noisy != plain
-    assert float(found.objective(text)[0].detach()) == noisy
-    for one in (found, quiet):
-        one.module.eval()
-    assert float(found.objective(text)[0].detach()) == plain
+    assert float(started.objective(text)[0].detach()) == noisy
+    for training in (started, quiet):
+        training.module.eval()
+    assert float(started.objective(text)[0].detach()) == plain
 
 
 @torch.no_grad()
 def test_pard_s_levels_are_those_of_plain_forwards_over_mask_tokens(target, tmp_path):
-    found, text = begun(RECIPES["pard"], target, tmp_path), texts(target)
+    started, text = begun(RECIPES["pard"], target, tmp_path), texts(target)
     plain = RECIPES["pard"].begin(target, [], 0).module.double()
-    plain.load_state_dict(found.module.state_dict())
+    plain.load_state_dict(started.module.state_dict())
     plain.set_attn_implementation("eager")
-    drafts, unread = found.objective.drafts, torch.empty(0)
+    drafts, unread = started.objective.drafts, torch.empty(0)
     levels = list(drafts.states(text.ids, unread, unread))
     torch.testing.assert_close(levels[0], plain.model(text.ids).last_hidden_state[:, 1:], rtol=0, atol=1e-5)
     for level, states in enumerate(levels):
@@ -293,7 +293,11 @@ def test_held_out_answers_are_measured_as_the_target_s_own_continuations_are(nam
 
 def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypatch, caplog):
     """Also: a batch that is larger than a step is named, and equal trainings write equal files."""
-    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    run = [
+        option
+        for option in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
+        if not option.startswith("proposer=")
+    ]
     options = ["proposer=none", "max_new_tokens=8", "task.rows=2", "task.warmup_steps=1", *SHORT["medusa"]]
     for folder in ("first", "second"):
         code, _, errors = quick_cli(
@@ -321,7 +325,11 @@ def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypat
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("folder", ["texts", "training", "drafter"])
 def test_a_full_disk_ends_a_training_and_is_named(quick_cli, tmp_path, monkeypatch, folder):
-    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    run = [
+        option
+        for option in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
+        if not option.startswith("proposer=")
+    ]
     options = ["proposer=none", "max_new_tokens=8", "task.rows=2", "task.warmup_steps=1", *SHORT["medusa"]]
     write = tensors.replacing
 
@@ -356,7 +364,7 @@ SHORT = {
 @pytest.mark.one_in(9)
 def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     run = checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
-    run = [one for one in run if not one.startswith("proposer=")]
+    run = [option for option in run if not option.startswith("proposer=")]
     more = ["proposer=none", "max_new_tokens=8", "task.rows=2", "task.warmup_steps=1", "batch_size=4"]
     code, output, errors = quick_cli(f"+experiment=train_{name}", *run, *more, *SHORT[name])
     assert code == 0, errors
@@ -373,7 +381,11 @@ def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick_cli, steps, tmp_path, monkeypatch):
-    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    run = [
+        option
+        for option in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
+        if not option.startswith("proposer=")
+    ]
     more = ["proposer=none", "task.rows=2", "task.warmup_steps=1", "task.save_seconds=1e-9", "batch_size=4"]
     command = ["+experiment=train_draft", *run, *more, *SHORT["draft"]]
     plain = Trainer.update
@@ -404,16 +416,18 @@ def test_ctrl_c_leaves_with_130_and_states_what_is_saved_and_how_to_resume(quick
 
 def test_every_level_of_pard_learns_texts_by_heart(target):
     text = texts(target, count=2, length=10, first=(1,))
-    own = lm_head(target)
-    text = Texts(text.ids, text.first, text.length, 40 * own[text.ids.roll(-1, 1)] / own.square().sum(-1).mean())
-    found = PardRecipe(depth=3, decay=1.0, hidden_size=32, layers=2, heads=2, intermediate_size=48).begin(target, [], 0)
-    optimiser = torch.optim.AdamW(found.module.parameters(), lr=1e-2)
+    head = lm_head(target)
+    text = Texts(text.ids, text.first, text.length, 40 * head[text.ids.roll(-1, 1)] / head.square().sum(-1).mean())
+    training = PardRecipe(depth=3, decay=1.0, hidden_size=32, layers=2, heads=2, intermediate_size=48).begin(
+        target, [], 0
+    )
+    optimiser = torch.optim.AdamW(training.module.parameters(), lr=1e-2)
     for _ in range(50):
-        loss, measured = found.objective(text)
+        loss, measured = training.objective(text)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    assert all(one.agreed == 1 and one.accepted > 0.9 for one in measured), measured
+    assert all(level.agreed == 1 and level.accepted > 0.9 for level in measured), measured
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma", "phi"])
@@ -426,10 +440,10 @@ def test_targets_that_scale_or_cap_logits_after_their_lm_head_are_refused():
     caps = dict(attn_logit_softcapping=None, final_logit_softcapping=1.0, layer_types=["full_attention"] * 2)
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **caps)).double().eval()
     capped = Target(CausalLM(gemma), None, "tiny-gemma2", 64, "", 0.0)
-    for one in (tiny_target("cohere"), tiny_target("granite", logits_scaling=8.0), capped):
+    for refused in (tiny_target("cohere"), tiny_target("granite", logits_scaling=8.0), capped):
         for recipe in RECIPES.values():
-            with pytest.raises(Unsupported, match=one.name):
-                recipe.begin(one, [], 0)
+            with pytest.raises(Unsupported, match=refused.name):
+                recipe.begin(refused, [], 0)
 
 
 def test_a_checkpoint_of_a_recipe_with_another_option_is_refused(target, tmp_path):
@@ -460,37 +474,41 @@ class NamedDevices(TorchFunctionMode):
 @pytest.mark.parametrize("name", [*RECIPES, "eagle3"])
 def test_losses_are_computed_where_the_target_is(name, target, tmp_path):
     recipe = Eagle3Recipe(2, draft_vocab_size=20) if name == "eagle3" else RECIPES[name]
-    found, text = begun(recipe, target, tmp_path), texts(target, states=recipe.states(target))
+    started, text = begun(recipe, target, tmp_path), texts(target, states=recipe.states(target))
     with NamedDevices():
-        found.objective(text)
+        started.objective(text)
 
 
 def test_held_out_acceptance_is_that_of_all_texts_together_however_they_are_filed(target, tmp_path):
-    found, text = begun(HydraRecipe(heads=2), target, tmp_path), texts(target, 5, 12, first=(2, 8, 3))
-    found.module.eval()
+    started, text = begun(HydraRecipe(heads=2), target, tmp_path), texts(target, 5, 12, first=(2, 8, 3))
+    started.module.eval()
     paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
     for number, path in enumerate(paths):
         text.rows(slice(2 * number, 2 * number + 2)).write(path)
     with torch.no_grad():
-        _, measured = found.objective(text)
+        _, measured = started.objective(text)
     for part in (1, 2):
-        accepted, agreed = task._held_out(found.objective, paths, part, torch.device("cpu"))
-        assert accepted == pytest.approx([one.accepted for one in measured], abs=1e-4)
-        assert agreed == pytest.approx([one.agreed for one in measured], abs=1e-4)
+        accepted, agreed = task._held_out(started.objective, paths, part, torch.device("cpu"))
+        assert accepted == pytest.approx([level.accepted for level in measured], abs=1e-4)
+        assert agreed == pytest.approx([level.agreed for level in measured], abs=1e-4)
 
 
 def test_files_of_texts_are_bounded_and_a_rest_is_kept_or_stated(target, tmp_path, caplog):
     wanted = requests(WARM, new=3, prompts=[(3, 1, 4), (1, 5), (9, 2), (6, 5), (3, 5)])
-    own = 2, 4, 0
-    kept = record(target, wanted, (-1,), tmp_path / "kept", *own, rest=True)
+    sizes = 2, 4, 0
+    kept = record(target, wanted, (-1,), tmp_path / "kept", *sizes, rest=True)
     assert [len(Texts.read(path)) for path in kept] == [2, 2, 1] and not caplog.records
-    paths = record(target, wanted, (-1,), tmp_path / "left", *own)
+    paths = record(target, wanted, (-1,), tmp_path / "left", *sizes)
     assert [len(Texts.read(path)) for path in paths] == [2, 2]
     assert "1 of 5" in caplog.text
 
 
 def short(tmp_path, *more):
-    run = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2) if not one.startswith("proposer=")]
+    run = [
+        option
+        for option in checkpoints.short_runs(tmp_path, checkpoints.TEXTS * 2)
+        if not option.startswith("proposer=")
+    ]
     return [*run, "proposer=none", "max_new_tokens=8", "task.rows=2", "batch_size=4", *more]
 
 
@@ -532,12 +550,12 @@ def test_a_packed_target_gives_the_same_loss_and_gradients(name, tmp_path):
     folder = str(checkpoints.checkpoint(tmp_path / "target"))
     packed, plain = (Target.load(folder, dtype="float32") for _ in "12")
     assert unpack(plain.model)
-    paths, found = files(plain, tmp_path / "texts", states=RECIPES[name].states(plain)), []
+    paths, results = files(plain, tmp_path / "texts", states=RECIPES[name].states(plain)), []
     for target in (packed, plain):
-        own = RECIPES[name].begin(target, paths, 0)
-        loss = own.objective(Texts.read(paths[0]))[0]
-        found.append([loss, *torch.autograd.grad(loss, list(own.module.parameters()), allow_unused=True)])
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        training = RECIPES[name].begin(target, paths, 0)
+        loss = training.objective(Texts.read(paths[0]))[0]
+        results.append([loss, *torch.autograd.grad(loss, list(training.module.parameters()), allow_unused=True)])
+    for gradient, other in zip(*results, strict=True):
+        assert (gradient is None) == (other is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)

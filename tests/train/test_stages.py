@@ -128,8 +128,8 @@ def test_a_killed_training_resumes_to_identical_weights(settings, tmp_path, kill
 
 
 def test_the_number_of_threads_does_not_matter(settings, tmp_path):
-    one, two = (pretrained(settings, tmp_path / str(n), threads=n) for n in (1, 2))
-    for name, tensor in one.tensors().items():
+    first, two = (pretrained(settings, tmp_path / str(n), threads=n) for n in (1, 2))
+    for name, tensor in first.tensors().items():
         assert torch.equal(tensor, two.tensors()[name]), name
 
 
@@ -243,15 +243,17 @@ def test_acceptance_is_measured_on_the_target_s_own_text(trained):
         seen.append(text)
         return torch.zeros(()), [Measured(torch.zeros(()), 0.25 * len(seen), 0.5, 1)]
 
-    found = acceptance.by_position(model, (0, -1), objective, prompts, 6)
-    assert found == {"agreed": [0.5], "accepted": [(0.5 + 1.0) / 2]}
+    shares = acceptance.by_position(model, (0, -1), objective, prompts, 6)
+    assert shares == {"agreed": [0.5], "accepted": [(0.5 + 1.0) / 2]}
     for prompt, text in zip(prompts, seen[::2], strict=True):  # the greedy ones
         tokens = list(prompt)
         for _ in range(6):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert text.ids.tolist() == [tokens] and text.first.tolist() == [len(prompt)]
-        own = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        torch.testing.assert_close(text.hidden[0], torch.cat([own[0], own[-1]], -1)[0].bfloat16(), rtol=0.02, atol=0.02)
+        hidden_states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(
+            text.hidden[0], torch.cat([hidden_states[0], hidden_states[-1]], -1)[0].bfloat16(), rtol=0.02, atol=0.02
+        )
 
 
 def test_shipped_heads_equal_the_trained_ones(trained):

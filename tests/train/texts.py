@@ -12,7 +12,7 @@ def texts(target, count=2, length=9, seed=0, first=(2, 4), states=(-1,)):
     with torch.no_grad():
         every = target.model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     firsts = torch.tensor([first[row % len(first)] for row in range(count)])
-    return Texts(ids, firsts, length - torch.arange(count) % 3, torch.cat([every[one] for one in states], -1))
+    return Texts(ids, firsts, length - torch.arange(count) % 3, torch.cat([every[state] for state in states], -1))
 
 
 def files(target, folder, count=2, rows=4, states=(-1,)):

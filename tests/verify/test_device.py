@@ -57,7 +57,7 @@ def on_device(verifier, draft: Draft, p: torch.Tensor, rows: np.ndarray):
         assert isinstance(verdict.stop, torch.Tensor)
         who = [(root, 0, 0) for root in range(draft.shape.roots)]
         choice = choose(verdict, draft.shape, p, CounterDraws(0), who)
-        assert all(isinstance(one, torch.Tensor) for one in choice)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in choice)
         return verdict, verdict.residual(torch.from_numpy(rows)), verdict.expected_accepted(draft.shape), choice
 
 
@@ -127,7 +127,7 @@ def test_a_step_reads_nothing_back(verifier, way, shape):
     rows = torch.arange(shape.roots, device="meta")
     assert verdict.residual(rows).shape == (shape.roots, p.shape[1])
     choice = choose(verdict, shape, p, CounterDraws(0), [(root, 0, 0) for root in range(shape.roots)])
-    assert all(one.shape == (shape.roots,) and one.is_meta for one in choice)
+    assert all(tensor.shape == (shape.roots,) and tensor.is_meta for tensor in choice)
 
 
 SAMPLINGS = [
@@ -139,7 +139,9 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("scratch", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("samplings", [*([one] for one in SAMPLINGS), SAMPLINGS], ids=[*map(str, range(8)), "each"])
+@pytest.mark.parametrize(
+    "samplings", [*([sampling] for sampling in SAMPLINGS), SAMPLINGS], ids=[*map(str, range(8)), "each"]
+)
 def test_target_probabilities_are_computed_without_reading_anything_back(samplings, masked, scratch):
     logits = torch.empty(8, 50, device="meta")
     seen = torch.empty(8, 50, dtype=torch.bool, device="meta")

@@ -207,9 +207,9 @@ DISTRIBUTIONS = {
 }
 
 
-def noises(number: int, width: int, seed: int = 0, place: int = -1) -> np.ndarray:
+def noises(number: int, width: int, seed: int = 0, index: int = -1) -> np.ndarray:
     """Noise of so many requests' rows."""
-    return CounterDraws(seed).race(width, [Key(n, 0, 0, Purpose.RACE, place) for n in range(number)])
+    return CounterDraws(seed).race(width, [Key(n, 0, 0, Purpose.RACE, index) for n in range(number)])
 
 
 def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
@@ -293,7 +293,7 @@ def put_out(trees: int, place_of, seed: int) -> np.ndarray:
     """
     v = WORLD.v
     (p0, q0), (p1, q1), (p2, _) = (WORLD.probabilities(depth) for depth in range(3))
-    g = {place: noises(trees, v, seed, place_of(place)) for place in (-1, 0, 1)}
+    g = {index: noises(trees, v, seed, place_of(index)) for index in (-1, 0, 1)}
     first = np.argsort(-scores(q0[0], g[-1]), axis=-1)[:, :2]  # [N, 2]
     second = np.stack([scores(q1[first[:, k]], g[k]).argmax(-1) for k in (0, 1)], 1)
     shape = forest((TREE,) * trees)
@@ -322,6 +322,6 @@ def test_the_joint_distribution_of_a_step_over_a_tree_is_the_target_s():
     truth = np.ones(1)
     for depth in range(3):
         truth = (truth[:, None] * WORLD.probabilities(depth)[0]).ravel()
-    right = [put_out(3000, lambda place: place, seed) for seed in range(4)]
+    right = [put_out(3000, lambda index: index, seed) for seed in range(4)]
     assert agrees(np.concatenate(right), truth)
-    assert not agrees(np.concatenate([put_out(3000, lambda place: 0, seed) for seed in range(2)]), truth)
+    assert not agrees(np.concatenate([put_out(3000, lambda index: 0, seed) for seed in range(2)]), truth)

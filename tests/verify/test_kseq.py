@@ -63,9 +63,9 @@ def test_on_a_device_rho_is_that_of_the_cpu_to_rounding(monkeypatch):
     expected = [float(least_rho(*case)[0]) for case in cases]
     assert expected[-4] == pytest.approx((1 - 0.7) / (1 - 0.7 ** (1 / 3)), rel=1e-15)
     monkeypatch.setattr(arrays, "on_host", lambda x: False)
-    found = [least_rho(*case)[0] for case in cases]
-    assert all(isinstance(rho, torch.Tensor) and rho.dtype == torch.float64 for rho in found)
-    np.testing.assert_allclose([float(rho) for rho in found], expected, rtol=1e-14, atol=0)
+    rhos = [least_rho(*case)[0] for case in cases]
+    assert all(isinstance(rho, torch.Tensor) and rho.dtype == torch.float64 for rho in rhos)
+    np.testing.assert_allclose([float(rho) for rho in rhos], expected, rtol=1e-14, atol=0)
 
 
 def with_rho_times(factor: float) -> Verify:

@@ -135,8 +135,8 @@ def one_hot_draft(width: int) -> tuple[Tensor, Tensor]:
 
 
 CASES = {
-    one.__name__: one
-    for one in (single, half, forbidden, equal, close, denormal, cold, one_hot_target, one_hot_draft)
+    case.__name__: case
+    for case in (single, half, forbidden, equal, close, denormal, cold, one_hot_target, one_hot_draft)
 }  # fmt: skip
 
 
@@ -152,19 +152,19 @@ def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
         left = q[q_row[parent]].double().numpy().copy()
         race = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + noise[q_row[parent]].numpy(), -np.inf)
         for child in SHAPE.children[parent]:
-            place = child - SHAPE.roots
+            node = child - SHAPE.roots
             if left.sum() == 0:
                 live[child] = False
                 continue
             if drawn == "point":
-                token[place] = left.argmax()
+                token[node] = left.argmax()
             elif drawn == "gumbel":
-                token[place] = race.argmax()
+                token[node] = race.argmax()
             else:
-                token[place] = rng.choice(width, p=left / left.sum())
-            race[token[place]] = -np.inf
+                token[node] = rng.choice(width, p=left / left.sum())
+            race[token[node]] = -np.inf
             if drawn != "iid":
-                left[token[place]] = 0.0
+                left[token[node]] = 0.0
     shape, kept = SHAPE.keep(live)
     rows = np.concatenate([np.arange(SHAPE.roots), SHAPE.roots + kept])
     if drawn == "point":
@@ -190,9 +190,9 @@ def tolerance(verifier) -> float:
 def at_every_width():
     """Every pair at both sizes of vocabulary; at the larger, the short run has one pair of each verifier."""
     for verifier, drawn in PAIRS:
-        one = "without" if "without" in verifier.accepts else min(verifier.accepts)
+        usual = "without" if "without" in verifier.accepts else min(verifier.accepts)
         for width in (50, 131072):
-            marks = [pytest.mark.nightly] if width > 50 and drawn != one else []
+            marks = [pytest.mark.nightly] if width > 50 and drawn != usual else []
             yield pytest.param(verifier, drawn, width, id=f"{verifier.name}-{drawn}-{width}", marks=marks)
 
 
@@ -367,9 +367,9 @@ def test_a_mask_that_allows_only_tokens_without_mass_leaves_a_dead_row(sampling)
 def test_the_likeliest_are_distinct_also_among_minus_infinities(width):
     x = torch.full((2, 9), -torch.inf)
     x[0, 5], x[1, [3, 0, 8]] = 1.0, torch.tensor([1.0, 3.0, 2.0])
-    found = likeliest(x, width).tolist()
-    assert found[0][0] == 5 and found[1][:3] == [0, 8, 3][:width]
-    assert all(len(set(row)) == width for row in found)
+    tokens = likeliest(x, width).tolist()
+    assert tokens[0][0] == 5 and tokens[1][:3] == [0, 8, 3][:width]
+    assert all(len(set(row)) == width for row in tokens)
 
 
 # The loop
@@ -419,7 +419,7 @@ def test_a_model_with_a_padded_vocabulary_decodes(name, sampling):
     group, rounds = decode(target, padded(name, target), requests(sampling, 12, PADDED), verifier)
     assert group.errors == {} and [s.finish for s in group.sequences] == ["length"] * 2
     assert not {*BANNED} & {token for text in emitted(group) for token in text}
-    assert name == "none" or any(one.draft.shape.nodes for one in rounds)
+    assert name == "none" or any(step.draft.shape.nodes for step in rounds)
     if sampling.temperature == 0:
         assert emitted(group) == truth
 
@@ -466,9 +466,9 @@ def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
     steps = [step for step in writer.rows_of(rounds, 0, "speculative")[1] if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
-    own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything or almost everything is accepted
-    _, rounds = decode(target, own, requests(Sampling(1.0), 16), verifier)
-    assert not any(one.empty.any() for one in rounds)
+    drafter = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything or almost everything is accepted
+    _, rounds = decode(target, drafter, requests(Sampling(1.0), 16), verifier)
+    assert not any(step.empty.any() for step in rounds)
 
 
 class Last:
@@ -506,14 +506,15 @@ def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_
     wanted = requests(Sampling(1.0, top_k=10), 12)
     group = fixed_group(Arm(target, Support(target), Token(), Last()), wanted)
     rounds = list(group)
-    empty = np.array([flag for one in rounds for flag in one.empty])
+    empty = np.array([flag for step in rounds for flag in step.empty])
     assert 0 < empty.sum() < len(empty)
     assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
     forwards, steps = writer.rows_of(rounds, 0, "speculative")
     assert [step["empty_residual"] for step in steps] == empty.tolist()
     outcomes = writer.outcomes(group.sequences, rounds, group.errors)
     asked = [
-        writer.request_row(one, Prompt(one.request.name, "x"), "x", [], 0, 0, "speculative", 0) for one in outcomes
+        writer.request_row(outcome, Prompt(outcome.request.name, "x"), "x", [], 0, 0, "speculative", 0)
+        for outcome in outcomes
     ]
     Recorder(tmp_path).write(0, forwards, steps, asked)
     Recorder(tmp_path).gather()

@@ -48,13 +48,13 @@ def drafts(q: np.ndarray, count: int, drawn: str) -> dict[tuple[int, ...], float
     support = np.flatnonzero(q).tolist()
     if drawn == "iid":
         return {d: float(np.prod(q[list(d)])) for d in itertools.product(support, repeat=count)}
-    found = {}
+    masses = {}
     for d in itertools.permutations(support, min(count, len(support))):
         probability = 1.0
-        for place, token in enumerate(d):
-            probability *= q[token] / q[[i for i in support if i not in d[:place]]].sum()
-        found[d] = float(probability)
-    return found
+        for position, token in enumerate(d):
+            probability *= q[token] / q[[i for i in support if i not in d[:position]]].sum()
+        masses[d] = float(probability)
+    return masses
 
 
 def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
@@ -74,9 +74,9 @@ def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
 
 def over_all_sets(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
     """1 - max over all sets H of P(all drafts in H) - p(H)."""
-    found = drafts(q, count, drawn)
+    drafted = drafts(q, count, drawn)
     sets = [set(h) for n in range(len(p) + 1) for h in itertools.combinations(range(len(p)), n)]
-    return 1 - max(sum(w for d, w in found.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
+    return 1 - max(sum(w for d, w in drafted.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
 
 
 @pytest.mark.each_value

@@ -17,7 +17,7 @@ from tests.distributions import twin
 from tests.distributions.tabular import explore
 
 PAIRS = [(Token(), twin.token), (Traversal(), twin.traversal), (Match(), twin.match)]
-BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[one.name for one, _ in PAIRS])
+BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[verifier.name for verifier, _ in PAIRS])
 
 
 def random_distribution(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
@@ -181,7 +181,7 @@ def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
     draft = Draft(tree(((0,), (1,), (2,))), torch.tensor([0, 1, 2]), drawn, *q)
     verdict = verifier(draft, p)
     assert verdict.stop[0] < 1e-6
-    choices = [one for _, one in explore(lambda draws: choose(verdict, draft.shape, p, draws, [(0, 0, 0)]))]
+    choices = [choice for _, choice in explore(lambda draws: choose(verdict, draft.shape, p, draws, [(0, 0, 0)]))]
     ends = [(int(token), bool(empty)) for (row,), (token,), (empty,) in choices if row == 0]
     assert sorted(ends) in ([], [(0, True), (1, True), (2, True)])
 
@@ -199,7 +199,7 @@ def test_wide_vocabularies_are_summed_in_parts_with_the_same_result_on_a_device(
         np.testing.assert_allclose(verifier(draft, p).stop, whole, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_nothing_is_summed_over_the_vocabulary_that_no_path_can_reach(verifier, drawn, monkeypatch):
     """A draft that is the target: the first path is accepted, whatever else was drafted."""
@@ -210,7 +210,7 @@ def test_nothing_is_summed_over_the_vocabulary_that_no_path_can_reach(verifier, 
     assert verifier(draft, torch.full((6, 4), 0.25)).stop.tolist() == [0, 0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("verifier", [Match(), Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Match(), Token(), Traversal()], ids=lambda verifier: verifier.name)
 @settings(max_examples=200)
 @given(case=drafts(drawn=("point",)), seed=st.integers(0, 2**32))
 def test_a_verifier_that_follows_the_arg_max_ends_at_the_greedy_path(verifier, case, seed):

@@ -36,17 +36,17 @@ STATED = Verdict(STOP, lambda rows: RESIDUAL[rows])  # residuals need not sum to
 
 
 def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
-    found = [Counter() for _ in WHO]
+    masses = [Counter() for _ in WHO]
     for mass, (rows, tokens, _) in explore(lambda draws: choose(STATED, SHAPE, RESIDUAL, draws, WHO)):
         for root, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
-            found[root][row, token] += mass
+            masses[root][row, token] += mass
     for root, rows in enumerate(SHAPE.trees):
         wanted = {
             (row, x): STOP[row] * float(RESIDUAL[row, x] / RESIDUAL[row].sum())
             for row in rows.tolist()
             for x in range(3)
         }
-        assert dict(found[root]) == pytest.approx({pair: mass for pair, mass in wanted.items() if mass > 0}, abs=1e-12)
+        assert dict(masses[root]) == pytest.approx({pair: mass for pair, mass in wanted.items() if mass > 0}, abs=1e-12)
 
 
 def test_a_choice_depends_on_its_own_key_only():

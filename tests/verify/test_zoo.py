@@ -73,8 +73,8 @@ def test_trees_of_a_forest_are_independent(verifier, direct, data):
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
     for rows in shape.trees:
-        one = alone(draft, rows)
-        np.testing.assert_allclose(joint(one, verifier(one, p[rows])), whole[rows], rtol=0, atol=1e-13)
+        single = alone(draft, rows)
+        np.testing.assert_allclose(joint(single, verifier(single, p[rows])), whole[rows], rtol=0, atol=1e-13)
 
 
 @EACH
@@ -111,7 +111,7 @@ def lossless_and_best(draft, p):
     rho, precise = least_rho(draft, p), least_rho(draft, p.double())
     for row in np.flatnonzero(draft.shape.count):
         k, q = int(draft.shape.count[row]), draft.q[draft.q_row[row]].double()
-        d, best = (1 - float(torch.minimum(q, p[row].double() / one[row]).sum()) for one in (rho, precise))
+        d, best = (1 - float(torch.minimum(q, p[row].double() / tried_rho[row]).sum()) for tried_rho in (rho, precise))
         assert sum(d**i for i in range(k)) <= rho[row] + 1e-6
         assert 1 - d**k == pytest.approx(1 - best**k, abs=1e-6)
 

@@ -17,12 +17,12 @@ def steps(*rows: dict) -> pd.DataFrame:
     }  # fmt: skip
     filled = []
     for row in rows:
-        one = plain | row
-        one.setdefault("group", one["request"])
-        one.setdefault("emitted", one["accepted"] + 1)
-        one.setdefault("accepted_kept", one["accepted"])
-        one.setdefault("emitted_kept", one["emitted"])
-        one.setdefault("legal", one["nodes"])
-        one.setdefault("expected_emitted", 1.0 + one["expected_accepted"])
-        filled.append(one)
+        step = plain | row
+        step.setdefault("group", step["request"])
+        step.setdefault("emitted", step["accepted"] + 1)
+        step.setdefault("accepted_kept", step["accepted"])
+        step.setdefault("emitted_kept", step["emitted"])
+        step.setdefault("legal", step["nodes"])
+        step.setdefault("expected_emitted", 1.0 + step["expected_accepted"])
+        filled.append(step)
     return pd.DataFrame(filled)

@@ -77,8 +77,8 @@ def test_prefill_broken_steps_and_other_arms_are_left_out(chain):
         {"accepted": 0, "emitted": 0, "finish": "nan"},
         {"accepted": 0, "arm": "baseline"},
     )
-    own = metrics.decode_steps(pd.concat([chain, extra]), "speculative")
-    pd.testing.assert_frame_equal(own, chain)
+    arm_steps = metrics.decode_steps(pd.concat([chain, extra]), "speculative")
+    pd.testing.assert_frame_equal(arm_steps, chain)
 
 
 def test_a_figure_over_nothing_is_nan():
@@ -97,8 +97,8 @@ def test_bands_hold_the_figures_and_leave_out_whole_groups(chain):
         assert (bands[name][1] >= figure - 1e-12).all()
         assert (bands[name] >= 0).all() and (bands[name] <= 1).all()
     hit = (chain["accepted"] >= 1).to_numpy()
-    one = metrics.cluster_interval(hit, np.ones(len(chain)), chain["group"])
-    np.testing.assert_allclose(bands["survival"][:, 0], [one.low, one.high])
+    interval = metrics.cluster_interval(hit, np.ones(len(chain)), chain["group"])
+    np.testing.assert_allclose(bands["survival"][:, 0], [interval.low, interval.high])
     together = metrics.depth_bands(chain.assign(group=0))  # two prompts decoded together are one cluster
     assert np.isnan(together["survival"]).all() and np.isnan(together["conditional"]).all()
 
@@ -120,14 +120,14 @@ def test_the_difference_of_sampled_and_exact_acceptance_is_by_hand():
             for accepted, expected, group in ((0, 1.0, 0), (3, 1.5, 0), (1, 1.0, 1), (1, 1.5, 1))
         )
     )
-    found = metrics.calibration(table)
+    figures = metrics.calibration(table)
     # differences: -1 + 1.5 = 0.5 in the first group, 0 - 0.5 = -0.5 in the second; over their steps 0.25 and -0.25
     half = t.ppf(0.975, 7) * math.sqrt(8 * 0.25**2 / 7 / 8)
-    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0, -half, half))
+    assert (figures["mean"], figures["low"], figures["high"]) == pytest.approx((0, -half, half))
     # sampled: 5 and 4 of a mean of 4.5: 8 / (8 - 1) * 8 * 0.5^2 / 16^2; expected: 4.5 in all
-    assert found["sampled_variance"] == pytest.approx(8 / 7 * 2 / 256)
-    assert found["expected_variance"] == 0.0
-    assert math.isnan(found["variance_reduction"])  # over nothing
+    assert figures["sampled_variance"] == pytest.approx(8 / 7 * 2 / 256)
+    assert figures["expected_variance"] == 0.0
+    assert math.isnan(figures["variance_reduction"])  # over nothing
 
 
 def sampled_steps(groups: int, each: int, seed: int, spread: float) -> pd.DataFrame:
@@ -147,8 +147,8 @@ def test_exact_acceptance_varies_less_and_the_less_prompts_differ_the_more_it_ga
     # of one step: accepted or not 0.25 in all, of which its own chance 0.4^2 / 12 = 0.0133: 18.8 times
     assert alike["variance_reduction"] == pytest.approx(18.75, rel=0.5)
     assert 1 < different["variance_reduction"] < 3
-    for one in (alike, different):
-        assert one["low"] < 0 < one["high"]
+    for figures in (alike, different):
+        assert figures["low"] < 0 < figures["high"]
 
 
 def test_a_wrong_expectation_is_seen():
@@ -161,7 +161,7 @@ def test_a_wrong_expectation_is_seen():
 def test_where_nothing_is_left_to_chance_there_is_no_variance_to_reduce(kind):
     """Temperature 0, or the noise given: what is expected is what comes, and the ratio would be 1 by construction."""
     table = sampled_steps(10, 5, 0, 0.3).assign(expected_kind=kind)
-    found = metrics.calibration(table.assign(expected_emitted=table["emitted"].astype(float)))
-    assert (found["mean"], found["low"], found["high"]) == (0, 0, 0)
-    assert found["sampled_variance"] == found["expected_variance"] > 0
-    assert math.isnan(found["variance_reduction"])
+    figures = metrics.calibration(table.assign(expected_emitted=table["emitted"].astype(float)))
+    assert (figures["mean"], figures["low"], figures["high"]) == (0, 0, 0)
+    assert figures["sampled_variance"] == figures["expected_variance"] > 0
+    assert math.isnan(figures["variance_reduction"])

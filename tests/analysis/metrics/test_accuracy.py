@@ -22,9 +22,9 @@ THRICE = pd.concat([TABLE.assign(request=TABLE["request"] + n, group=TABLE["grou
 
 
 def test_the_share_and_its_change_from_the_baseline():
-    own = metrics.accuracy(TABLE, "speculative")["number"]
-    assert own["answers"] == 4 and own["correct"]["mean"] == 0.5 and own["change"]["mean"] == -0.25
-    assert math.isnan(own["change"]["low"]), "four groups"
+    figures = metrics.accuracy(TABLE, "speculative")["number"]
+    assert figures["answers"] == 4 and figures["correct"]["mean"] == 0.5 and figures["change"]["mean"] == -0.25
+    assert math.isnan(figures["change"]["low"]), "four groups"
     bounds = metrics.accuracy(THRICE, "speculative")["number"]["change"]
     assert bounds["mean"] == -0.25 and -0.75 <= bounds["low"] <= -0.25 <= bounds["high"] <= 0.05
     base = metrics.accuracy(TABLE, "baseline")["number"]
@@ -34,8 +34,8 @@ def test_the_share_and_its_change_from_the_baseline():
 def test_the_change_is_paired_by_question():
     """Without question 0, which only the baseline answered, both arms have the same answers."""
     table = THRICE[~((THRICE["arm"] == "speculative") & (THRICE["request"] % 4 == 2))]
-    own = metrics.accuracy(table, "speculative")["number"]
-    assert own["answers"] == 9 and own["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    figures = metrics.accuracy(table, "speculative")["number"]
+    assert figures["answers"] == 9 and figures["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
 
 
 def test_broken_groups_unkept_sequences_and_unchecked_answers_are_left_out():
@@ -53,7 +53,7 @@ def test_every_checker_has_its_own_figures_and_all_together_those_of_sweeps():
     share, change, _ = metrics.correct(table, "speculative")
     assert share.mean == 0.5 and change.mean == -0.25
     assert math.isnan(metrics.correct(table, "baseline")[1].mean)
-    assert {name: one["answers"] for name, one in metrics.accuracy(table, "baseline").items()} == {
+    assert {name: figures["answers"] for name, figures in metrics.accuracy(table, "baseline").items()} == {
         "choice": 2, "number": 2,
     }  # fmt: skip
 

@@ -35,7 +35,7 @@ def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
     """Tables of one request: its row, and those of other sequences."""
     plain = {"group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "text": text,
              "tokens": list(range(len(ends))), "ends": list(ends), "prompt_tokens": prompt_tokens}  # fmt: skip
-    return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame([plain, *(plain | one for one in more)]))
+    return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame([plain, *(plain | request for request in more)]))
 
 
 # Of a run ------------------------------------------------------------------------------------------------------------
@@ -44,19 +44,19 @@ def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
 def test_depths_carry_survival_and_conditional_of_drafting_arms_only(tables):
     frame = frames.by_depth(tables)
     assert set(frame["arm"]) == {"speculative", "longer"}
-    for (arm, kind), own in frame.groupby(["arm", "kind"]):
+    for (arm, kind), rows in frame.groupby(["arm", "kind"]):
         curve = getattr(metrics, kind)(metrics.decode_steps(tables.steps, arm))
-        np.testing.assert_allclose(own["value"], curve)
-        assert list(own["depth"]) == list(range(1, len(curve) + 1))
+        np.testing.assert_allclose(rows["value"], curve)
+        assert list(rows["depth"]) == list(range(1, len(curve) + 1))
 
 
 def test_phases_add_up_to_the_decode_time(tables):
     tables = metrics.of_timed_groups(tables)
     frame = frames.time_by_phase(tables)
-    for arm, own in frame.groupby("arm"):
+    for arm, rows in frame.groupby("arm"):
         tokens = tables.requests[tables.requests["arm"] == arm]["decode_tokens"].sum()
-        assert own["ms_per_token"].sum() * tokens == pytest.approx(1e3 * metrics.decode_seconds(tables.rounds, arm))
-        assert own["share"].sum() == pytest.approx(1)
+        assert rows["ms_per_token"].sum() * tokens == pytest.approx(1e3 * metrics.decode_seconds(tables.rounds, arm))
+        assert rows["share"].sum() == pytest.approx(1)
 
 
 def test_cost_is_the_median_by_nodes_of_each_sequence():
@@ -146,9 +146,9 @@ def test_spans_of_a_real_run_are_its_texts(tables):
     for row in tables.requests.to_dict("records"):
         pieces = frames.spans(tables, row["request"], row["arm"])
         assert "".join(piece.text for piece in pieces) == row["text"]
-        own = tables.steps[(tables.steps["request"] == row["request"]) & (tables.steps["arm"] == row["arm"])]
+        info = tables.steps[(tables.steps["request"] == row["request"]) & (tables.steps["arm"] == row["arm"])]
         accepted = sum(len(piece.text) for piece in pieces if piece.kind == "accepted")
-        assert accepted == own["accepted_kept"].sum()  # one letter a token
+        assert accepted == info["accepted_kept"].sum()  # one letter a token
 
 
 # Of a sweep ----------------------------------------------------------------------------------------------------------

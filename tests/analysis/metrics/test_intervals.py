@@ -31,12 +31,12 @@ def test_a_ratio_leaves_out_whole_clusters():
     """Rows of a cluster count as one: nine clusters of two rows are those of their sums."""
     draw = np.random.default_rng(3)
     top, bottom = draw.uniform(0, 2, 18), draw.uniform(1, 3, 18)
-    sums = [one.reshape(9, 2).sum(1) for one in (top, bottom)]
-    found = metrics.cluster_interval(top, bottom, np.repeat(np.arange(9), 2))
-    assert found == pytest.approx(metrics.cluster_interval(*sums, range(9)))
+    sums = [values.reshape(9, 2).sum(1) for values in (top, bottom)]
+    interval = metrics.cluster_interval(top, bottom, np.repeat(np.arange(9), 2))
+    assert interval == pytest.approx(metrics.cluster_interval(*sums, range(9)))
     each = (sums[0].sum() - sums[0]) / (sums[1].sum() - sums[1])
     error = math.sqrt(8 / 9 * ((each - each.mean()) ** 2).sum())
-    assert found.high - found.mean == pytest.approx(t.ppf(0.975, 8) * error)
+    assert interval.high - interval.mean == pytest.approx(t.ppf(0.975, 8) * error)
 
 
 def test_a_ratio_over_clusters_is_not_the_mean_of_their_ratios():
@@ -56,9 +56,9 @@ def test_clusters_over_nothing_are_left_out():
 
 def test_a_share_has_no_bound_below_0_or_above_1():
     shares = [1, 1, 1, 1, 1, 1, 1, 0]
-    assert metrics.interval(shares).high == 1.0 and metrics.interval([1 - one for one in shares]).low == 0.0
-    assert metrics.interval([2 * one for one in shares]).high > 2.0
-    assert metrics.interval([one - 0.9 for one in shares]).low < -0.1
+    assert metrics.interval(shares).high == 1.0 and metrics.interval([1 - share for share in shares]).low == 0.0
+    assert metrics.interval([2 * share for share in shares]).high > 2.0
+    assert metrics.interval([share - 0.9 for share in shares]).low < -0.1
 
 
 ROWS = st.lists(
@@ -69,11 +69,11 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.randoms(use_true_random=False))
 def test_an_interval_holds_its_mean_and_knows_no_order_of_rows(rows, random):
-    one = metrics.cluster_interval(*zip(*rows, strict=True))
+    interval = metrics.cluster_interval(*zip(*rows, strict=True))
     random.shuffle(rows)
-    assert metrics.cluster_interval(*zip(*rows, strict=True)) == pytest.approx(one, nan_ok=True)
-    if not math.isnan(one.low):
-        assert one.low - 1e-9 <= one.mean <= one.high + 1e-9
+    assert metrics.cluster_interval(*zip(*rows, strict=True)) == pytest.approx(interval, nan_ok=True)
+    if not math.isnan(interval.low):
+        assert interval.low - 1e-9 <= interval.mean <= interval.high + 1e-9
 
 
 def test_intervals_over_clusters_cover_what_intervals_over_steps_miss():
@@ -83,8 +83,8 @@ def test_intervals_over_clusters_cover_what_intervals_over_steps_miss():
     for _ in range(300):
         cluster = np.repeat(np.arange(40), draw.integers(5, 16, 40))
         emitted = 3 + draw.normal(size=40)[cluster] + draw.normal(size=len(cluster))
-        one = np.ones(len(cluster))
-        _, low, high = metrics.cluster_interval(emitted, one, cluster)
+        weights = np.ones(len(cluster))
+        _, low, high = metrics.cluster_interval(emitted, weights, cluster)
         covered += low <= 3 <= high
         wide = 1.96 * emitted.std() / math.sqrt(len(emitted))  # what a bootstrap over steps approaches
         naive += abs(emitted.mean() - 3) <= wide
@@ -139,19 +139,19 @@ def test_a_resampler_gives_the_same_sums_and_draws_once(monkeypatch, most):
     )
     monkeypatch.setattr(intervals, "MOST_DRAWS", most)
     resampled, every = intervals.Resampler(50), [np.random.default_rng(n).normal(size=(n, 3)) for n in (20, 30, 20)]
-    found = [resampled(one) for one in every]
+    resamples = [resampled(sums) for sums in every]
     assert drawn == ([20, 30, 20] if most == 1 else [20, 30])
-    for one, sums in zip(found, every, strict=True):
-        np.testing.assert_array_equal(one, intervals.resampled_sums(sums, 50))
+    for drawn_sums, sums in zip(resamples, every, strict=True):
+        np.testing.assert_array_equal(drawn_sums, intervals.resampled_sums(sums, 50))
 
 
 def test_the_memory_of_a_bootstrap_does_not_grow_with_its_units():
     sums = np.ones((200_000, 1))
     tracemalloc.start()
     try:
-        found = intervals.resampled_sums(sums, 100)  # in one piece: 20 million draws, 400 MB
+        drawn = intervals.resampled_sums(sums, 100)  # in one piece: 20 million draws, 400 MB
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert (found == 200_000).all()
+    assert (drawn == 200_000).all()
     assert peak < 32 * intervals.MOST_DRAWS + 16 * len(sums)

@@ -28,31 +28,31 @@ def speeds(random: np.random.Generator, ease: np.ndarray) -> Totals:
 
 
 def test_a_change_is_the_other_figure_minus_the_reference():
-    found = change(totals([4, 6], [2, 2]), totals([9, 3], [2, 2]), paired=True)
-    assert (found.reference, found.other) == (2.5, 3.0)
-    assert found.interval().mean == 0.5
+    difference = change(totals([4, 6], [2, 2]), totals([9, 3], [2, 2]), paired=True)
+    assert (difference.reference, difference.other) == (2.5, 3.0)
+    assert difference.interval().mean == 0.5
 
 
 def test_of_units_that_weigh_alike_it_is_the_t_interval_of_the_differences():
     reference, other = [1.0, 2.0, 4.0, 3.0], [2.0, 2.5, 5.5, 3.0]
     steps = np.subtract(other, reference)
     half = 3.1824463 * steps.std(ddof=1) / 2  # t of 3 degrees of freedom at 97.5 %
-    found = change(totals(reference, ONES), totals(other, ONES), paired=True).interval()
-    assert found == pytest.approx((steps.mean(), steps.mean() - half, steps.mean() + half))
+    interval = change(totals(reference, ONES), totals(other, ONES), paired=True).interval()
+    assert interval == pytest.approx((steps.mean(), steps.mean() - half, steps.mean() + half))
 
 
 def test_of_unpaired_units_it_is_welchs():
     a, b = np.array([1.0, 2.0, 4.0, 3.0]), np.array([7.0, 5.0, 6.0])
-    found = change(totals(a, ONES), totals(b, np.ones(3)), paired=False)
+    difference = change(totals(a, ONES), totals(b, np.ones(3)), paired=False)
     parts = a.var(ddof=1) / 4, b.var(ddof=1) / 3
-    assert found.error == pytest.approx(np.sqrt(sum(parts)))
-    assert found.freedom == pytest.approx(sum(parts) ** 2 / (parts[0] ** 2 / 3 + parts[1] ** 2 / 2))
+    assert difference.error == pytest.approx(np.sqrt(sum(parts)))
+    assert difference.freedom == pytest.approx(sum(parts) ** 2 / (parts[0] ** 2 / 3 + parts[1] ** 2 / 2))
 
 
 def test_a_relative_change_is_a_factor_of_geometric_means():
-    found = change(totals(np.log([1, 4]), [1, 1]), totals(np.log([2, 8]), [1, 1]), paired=True, relative=True)
-    assert (found.reference, found.other) == pytest.approx((2, 4))
-    assert found.interval() == pytest.approx((2, 2, 2))
+    difference = change(totals(np.log([1, 4]), [1, 1]), totals(np.log([2, 8]), [1, 1]), paired=True, relative=True)
+    assert (difference.reference, difference.other) == pytest.approx((2, 4))
+    assert difference.interval() == pytest.approx((2, 2, 2))
 
 
 def test_the_order_of_units_does_not_matter():
@@ -72,30 +72,30 @@ def test_pairing_narrows_the_interval_where_prompts_differ_more_than_runs():
 
 
 def test_units_of_which_neither_run_has_anything_do_not_count():
-    found = change(totals([2, 0, 3], [4, 0, 4]), totals([3, 0, 0], [4, 0, 4]), paired=True)
-    assert found.units == (2, 2)
+    difference = change(totals([2, 0, 3], [4, 0, 4]), totals([3, 0, 0], [4, 0, 4]), paired=True)
+    assert difference.units == (2, 2)
 
 
 def test_one_unit_has_no_interval():
-    found = change(totals([2], [1]), totals([3], [1]), paired=True)
-    assert found.interval().mean == 1
-    assert np.isnan(found.interval().low)
+    difference = change(totals([2], [1]), totals([3], [1]), paired=True)
+    assert difference.interval().mean == 1
+    assert np.isnan(difference.interval().low)
 
 
 def test_an_interval_of_two_units_at_a_high_level_has_no_end():
-    found = change(totals(np.log([1, 4]), [1, 1]), totals(np.log([2, 30]), [1, 1]), paired=True, relative=True)
-    assert found.interval(0.99999)[1:] == (0.0, np.inf)
+    difference = change(totals(np.log([1, 4]), [1, 1]), totals(np.log([2, 30]), [1, 1]), paired=True, relative=True)
+    assert difference.interval(0.99999)[1:] == (0.0, np.inf)
 
 
 def test_nothing_at_all_is_nan():
-    found = change(totals([], []), totals([], []), paired=True)
-    assert np.isnan(found.interval()).all() and not found.identical
+    difference = change(totals([], []), totals([], []), paired=True)
+    assert np.isnan(difference.interval()).all() and not difference.identical
 
 
 def test_the_same_rows_are_the_same_and_so_are_constants():
-    one = totals([2, 3], [1, 1])
-    assert change(one, one, paired=True).identical
-    assert not change(one, one, paired=False).identical
+    sums = totals([2, 3], [1, 1])
+    assert change(sums, sums, paired=True).identical
+    assert not change(sums, sums, paired=False).identical
     assert change(totals([5, 10], [1, 2]), totals([15, 5], [3, 1]), paired=True).identical  # five each step, in both
     assert not change(totals([5, 10], [1, 2]), totals([5, 11], [1, 2]), paired=True).identical
 
@@ -128,9 +128,9 @@ def test_without_a_difference_no_more_intervals_exclude_it_than_they_say(kind, c
         ease, again = random.gamma(2, 0.5, (2, count))
         make = speeds if kind == "speed" else prompts
         other = again if kind == "unpaired tau" else ease
-        found = change(make(random, ease), make(random, other), paired=kind != "unpaired tau")
+        difference = change(make(random, ease), make(random, other), paired=kind != "unpaired tau")
         for level in false:
-            low, high = found.interval(level)[1:]
+            low, high = difference.interval(level)[1:]
             false[level] += not low <= 0 <= high
     for level, times in false.items():
         luck = 3 * np.sqrt(level * (1 - level) / 1000)
@@ -148,12 +148,13 @@ def test_totals_of_prompts_add_up_to_the_published_figures():
     steps = pd.DataFrame(rows, columns=columns).assign(
         forced=0, forced_accepted=0, forced_emitted_kept=0, emitted=lambda t: t["emitted_kept"], forced_emitted=0
     )
-    found = {
-        name: Totals(one["top"].to_numpy(), one["bottom"].to_numpy()) for name, one in acceptance_totals(steps).items()
+    figures = {
+        name: Totals(total["top"].to_numpy(), total["bottom"].to_numpy())
+        for name, total in acceptance_totals(steps).items()
     }
-    assert set(found) == set(FIGURES)
-    assert len(found["tau_pooled"].top) == 2
-    assert found["tau_pooled"].figure() == metrics.tau_pooled(steps) == 3.0
-    assert found["expected_tau"].figure() == metrics.expected_tau(steps) == pytest.approx(2.5)
-    assert found["draft_token_rate"].figure() == metrics.draft_token_rate(steps) == 0.5
-    assert found["nodes_per_step"].figure() == 4.0
+    assert set(figures) == set(FIGURES)
+    assert len(figures["tau_pooled"].top) == 2
+    assert figures["tau_pooled"].figure() == metrics.tau_pooled(steps) == 3.0
+    assert figures["expected_tau"].figure() == metrics.expected_tau(steps) == pytest.approx(2.5)
+    assert figures["draft_token_rate"].figure() == metrics.draft_token_rate(steps) == 0.5
+    assert figures["nodes_per_step"].figure() == 4.0

@@ -22,8 +22,8 @@ def test_tokens_after_a_stop_count_for_all_but_specforge_and_tau(chain, requests
     assert metrics.tau_pooled(chain) == pytest.approx(11 / 5)
     assert metrics.spec_bench_mean_accepted_tokens(chain) == pytest.approx(14 / 5)
     assert metrics.vllm_mean_acceptance_length(chain) == pytest.approx(1 + 9 / 5)  # the same, each step having drafted
-    own = requests[(requests["arm"] == "speculative") & (requests["group"] == 0)]
-    kept = own.assign(prefill_tokens=1, decode_tokens=[7, 4])
+    group_requests = requests[(requests["arm"] == "speculative") & (requests["group"] == 0)]
+    kept = group_requests.assign(prefill_tokens=1, decode_tokens=[7, 4])
     # the 11 kept, and one token of each of the two prefills
     assert metrics.specforge_accept_length(metrics.Tables(chain, chain, kept), "speculative") == pytest.approx(13 / 5)
 
@@ -35,11 +35,11 @@ def test_the_prefill_is_a_token_to_specforge_and_a_step_to_spec_benchs_prompt_lo
         {"accepted": 2}, {"accepted": 1},
     )  # fmt: skip
     decode = metrics.decode_steps(table, "speculative")
-    own = requests.iloc[:1].assign(prefill_tokens=1, decode_tokens=5)
+    request = requests.iloc[:1].assign(prefill_tokens=1, decode_tokens=5)
     assert metrics.tau_pooled(decode) == 5 / 2
     assert metrics.spec_bench_mean_accepted_tokens(decode) == 5 / 2  # as of Medusa and EAGLE
     assert metrics.spec_bench_mean_accepted_tokens(table) == 6 / 3  # as of prompt lookup and the draft model
-    assert metrics.specforge_accept_length(metrics.Tables(table, table, own), "speculative") == 6 / 2
+    assert metrics.specforge_accept_length(metrics.Tables(table, table, request), "speculative") == 6 / 2
 
 
 PREFILL = {"accepted": 0, "prefill": True, "nodes": 0, "depth": 0, "stop_had_children": False}
@@ -66,26 +66,26 @@ def published(*rows, kept):
 def test_a_first_step_that_drafts_is_a_verification_to_every_formula():
     """A chain of 2 after the prompt: both accepted, 3 emitted. Then one of 2: one accepted, 2 emitted."""
     first = {"accepted": 2, "prefill": True, "nodes": 2, "depth": 2, "stop_had_children": False}
-    found = published(first, {"accepted": 1, "nodes": 2, "depth": 2}, kept=[5])
-    assert found["spec_bench"] == found["vllm"] == found["specforge"] == 5 / 2  # a step emits at most 3
-    assert found["rate"] == 3 / 4 and found["positions"] == [2 / 2, 1 / 2] and found["alpha"] == [2 / 2, 1 / 2]
-    assert found["eagle"] == 5 / 1  # it divides by one step too few
+    lengths = published(first, {"accepted": 1, "nodes": 2, "depth": 2}, kept=[5])
+    assert lengths["spec_bench"] == lengths["vllm"] == lengths["specforge"] == 5 / 2  # a step emits at most 3
+    assert lengths["rate"] == 3 / 4 and lengths["positions"] == [2 / 2, 1 / 2] and lengths["alpha"] == [2 / 2, 1 / 2]
+    assert lengths["eagle"] == 5 / 1  # it divides by one step too few
 
 
 def test_a_first_step_that_does_not_draft_is_no_verification():
     """The prefill emits 1 token; then a chain of 2: both accepted, 3 emitted."""
-    found = published(PREFILL, {"accepted": 2, "nodes": 2, "depth": 2, "stop_had_children": False}, kept=[4])
-    assert found["spec_bench"] == found["vllm"] == 3 and found["specforge"] == 4 / 1
-    assert found["rate"] == 1 and found["positions"] == found["alpha"] == [1, 1]
+    lengths = published(PREFILL, {"accepted": 2, "nodes": 2, "depth": 2, "stop_had_children": False}, kept=[4])
+    assert lengths["spec_bench"] == lengths["vllm"] == 3 and lengths["specforge"] == 4 / 1
+    assert lengths["rate"] == 1 and lengths["positions"] == lengths["alpha"] == [1, 1]
 
 
 def test_a_first_step_that_ends_its_request():
     """Prompt 0 ends with the token of its prefill, which drafted nothing; prompt 1 with 3 of its prefill."""
     ends = {"finish": "stop"}
     drafts = {"accepted": 2, "request": 1, "prefill": True, "nodes": 2, "depth": 2, "stop_had_children": False}
-    found = published(PREFILL | ends, drafts | ends, kept=[1, 3])
-    assert found["spec_bench"] == found["vllm"] == 3 and found["specforge"] == 4 / 1
-    assert math.isnan(found["eagle"])  # prompts of one step
+    lengths = published(PREFILL | ends, drafts | ends, kept=[1, 3])
+    assert lengths["spec_bench"] == lengths["vllm"] == 3 and lengths["specforge"] == 4 / 1
+    assert math.isnan(lengths["eagle"])  # prompts of one step
     assert published(PREFILL | ends, kept=[1])["specforge"] == 1  # as SpecForge without a verification
     assert math.isnan(published(drafts | {"finish": "nan"}, kept=[0])["spec_bench"])  # a step that broke
 
@@ -93,10 +93,10 @@ def test_a_first_step_that_ends_its_request():
 def test_a_first_step_that_is_cut():
     """The prefill's chain of 3 is accepted, 4 tokens are emitted, and a limit keeps 2 of them."""
     cut = {"accepted": 3, "prefill": True, "accepted_kept": 2, "emitted_kept": 2, "stop_had_children": False}
-    found = published(cut | {"finish": "length"}, kept=[2])
-    assert found["spec_bench"] == found["vllm"] == 4  # counted before the cut
-    assert found["specforge"] == 2  # after it
-    assert found["rate"] == 1 and found["alpha"] == [1, 1, 1]
+    lengths = published(cut | {"finish": "length"}, kept=[2])
+    assert lengths["spec_bench"] == lengths["vllm"] == 4  # counted before the cut
+    assert lengths["specforge"] == 2  # after it
+    assert lengths["rate"] == 1 and lengths["alpha"] == [1, 1, 1]
 
 
 def test_empty_drafts_count_for_spec_bench_and_not_for_vllm_nor_eagle():
@@ -129,8 +129,8 @@ def test_pooled_macro_and_eagles_average_differ_where_prompts_do():
     assert metrics.tau_pooled(table) == pytest.approx((4 + 8) / 6)
     assert metrics.tau_macro(table) == pytest.approx((1 + 4) / 2)
     assert metrics.eagle_average_length(table) == pytest.approx((4 / 3 + 8 / 1) / 2)  # one step too few of each
-    one = pd.concat([table, steps({"accepted": 1, "request": 2})])
-    assert metrics.eagle_average_length(one) == metrics.eagle_average_length(table)  # it would divide by zero
+    joined = pd.concat([table, steps({"accepted": 1, "request": 2})])
+    assert metrics.eagle_average_length(joined) == metrics.eagle_average_length(table)  # it would divide by zero
 
 
 def test_on_a_tree_eagle_takes_a_leaf_for_a_refusal():
@@ -216,6 +216,6 @@ def test_medusas_acceleration_rate_over_its_overhead_is_the_speed_up():
     base = [("baseline", 0, False, 1.0 * number, 1.0) for number in range(12)]
     prefills = [("speculative", 0, True, -9.0, 9.0), ("baseline", 0, True, -9.0, 9.0)]  # end where decoding begins
     rounds = pd.DataFrame(prefills + arm + base, columns=columns)
-    own = steps(*[{"accepted": 2}] * 4)
+    arm_steps = steps(*[{"accepted": 2}] * 4)
     assert metrics.medusa_overhead(rounds, "speculative") == pytest.approx(1.5)
-    assert metrics.tau_with_forced(own) / metrics.medusa_overhead(rounds, "speculative") == pytest.approx(12 / 6)
+    assert metrics.tau_with_forced(arm_steps) / metrics.medusa_overhead(rounds, "speculative") == pytest.approx(12 / 6)

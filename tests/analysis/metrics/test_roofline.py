@@ -24,11 +24,11 @@ def tables(groups=2, **of_steps) -> metrics.Tables:
     rounds, steps = [], []
     for group in range(groups):
         for number, (start, whole, forward) in enumerate([(0.0, 1.0, 0.9), (2.0, 4.0, 2.0), (7.0, 4.0, 2.0)]):
-            own = {"group": group, "arm": "speculative", "round": number, "prefill": number == 0}
+            keys = {"group": group, "arm": "speculative", "round": number, "prefill": number == 0}
             times = {"start": start, "whole": whole, "target_forward": forward}
-            rounds.append({**own, **times, "prefill_chunks": 0})
+            rounds.append({**keys, **times, "prefill_chunks": 0})
             context, nodes, extra = [(5, 0, 0), (10, 0, 0), (11, 3, 1)][number]
-            steps.append({**own, "context": context, "pending": 1, "nodes": nodes, "computed_only": extra, **of_steps})
+            steps.append({**keys, "context": context, "pending": 1, "nodes": nodes, "computed_only": extra, **of_steps})
     return metrics.Tables(pd.DataFrame(rounds), pd.DataFrame(steps), pd.DataFrame())
 
 
@@ -41,13 +41,13 @@ def test_every_step_after_the_prefill_has_its_two_bounds():
 
 
 def test_the_share_is_the_larger_bound_over_the_seconds_of_the_forwards():
-    found = metrics.roofline_figures(tables(8), "speculative", ROOFLINE)
+    figures = metrics.roofline_figures(tables(8), "speculative", ROOFLINE)
     least = 1.1 + 1.5
-    assert found["roofline_share"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), least / 4)), (
+    assert figures["roofline_share"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), least / 4)), (
         "groups are equal"
     )
-    assert found["roofline_share_end_to_end"]["mean"] == pytest.approx(least / 10)
-    assert found["memory_bound_steps"] == 0.5
+    assert figures["roofline_share_end_to_end"]["mean"] == pytest.approx(least / 10)
+    assert figures["memory_bound_steps"] == 0.5
 
 
 def test_a_step_that_computed_a_part_of_a_prompt_is_left_out():
@@ -61,18 +61,20 @@ def test_a_step_that_computed_a_part_of_a_prompt_is_left_out():
 
 
 def test_all_sequences_of_a_step_count():
-    one = tables()
-    two = metrics.Tables(one.rounds, pd.concat([one.steps, one.steps], ignore_index=True), one.requests)
-    alone, both = (metrics.step_bounds(each, "speculative", ROOFLINE) for each in (one, two))
+    recorded = tables()
+    two = metrics.Tables(
+        recorded.rounds, pd.concat([recorded.steps, recorded.steps], ignore_index=True), recorded.requests
+    )
+    alone, both = (metrics.step_bounds(each, "speculative", ROOFLINE) for each in (recorded, two))
     assert (both["compute"] == 2 * alone["compute"]).all()
     assert both["memory"].tolist() == pytest.approx((2 * alone["memory"] - 1).tolist()), "weights are read once"
 
 
 @pytest.mark.parametrize(("arm", "roofline"), [("speculative", None), ("peer", ROOFLINE)])
 def test_without_a_roofline_or_without_steps_nothing_is_known(arm, roofline):
-    found = metrics.roofline_figures(tables(), arm, roofline)
-    assert math.isnan(found["roofline_share"]["mean"]) and math.isnan(found["memory_bound_steps"])
-    assert "unknown" in share_in_words(found)
+    figures = metrics.roofline_figures(tables(), arm, roofline)
+    assert math.isnan(figures["roofline_share"]["mean"]) and math.isnan(figures["memory_bound_steps"])
+    assert "unknown" in share_in_words(figures)
 
 
 def test_an_arm_s_share_names_the_resource_that_bounds_most_steps():

@@ -112,8 +112,8 @@ def test_the_interval_of_the_speed_up_is_a_factor_by_student_s_t():
     each = np.log(7 / (seconds.sum() - seconds))
     factor = np.exp(t.ppf(0.975, 7) * np.sqrt(7 / 8 * ((each - each.mean()) ** 2).sum()))
     assert (mean, low, high) == pytest.approx((8 / seconds.sum(), mean / factor, mean * factor))
-    found = metrics.tokens_per_second_interval(table, "speculative")
-    assert found == pytest.approx((10 * mean, 10 * low, 10 * high)), "the baseline does not vary"
+    interval = metrics.tokens_per_second_interval(table, "speculative")
+    assert interval == pytest.approx((10 * mean, 10 * low, 10 * high)), "the baseline does not vary"
 
 
 def test_the_speed_up_leaves_the_groups_of_both_arms_out_together():

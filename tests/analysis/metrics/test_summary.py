@@ -60,9 +60,9 @@ def test_figures_from_seconds_are_over_the_groups_of_the_speeds(tables):
     more = metrics.Tables(
         pd.concat([tables.rounds, rounds]), tables.steps, pd.concat([tables.requests, requests], ignore_index=True)
     )
-    found = metrics.summarise(more, "speculative")
+    summary = metrics.summarise(more, "speculative")
     for name in ("decode_seconds", "phase_seconds", "overhead", "spec_bench_speedup", "speedup", "medusa_overhead"):
-        assert found[name] == pytest.approx(whole[name], nan_ok=True), name
+        assert summary[name] == pytest.approx(whole[name], nan_ok=True), name
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_every_interval_belongs_to_a_figure_and_holds_it(tables):
     summary = metrics.summarise(tables, "speculative")
     assert {"tau_pooled", "tau_pooled_raw", "tau_macro", "expected_tau", "draft_token_rate", "tokens_per_second",
             "vllm_mean_acceptance_length", "spec_bench_mean_accepted_tokens"} <= set(summary["intervals"])  # fmt: skip
-    for name, one in summary["intervals"].items():
-        assert one["mean"] == pytest.approx(summary[name]), name
-        assert math.isnan(one["low"]) and math.isnan(one["high"]), f"two groups: {name}"
+    for name, interval in summary["intervals"].items():
+        assert interval["mean"] == pytest.approx(summary[name]), name
+        assert math.isnan(interval["low"]) and math.isnan(interval["high"]), f"two groups: {name}"
 
 
 def test_other_systems_figures_stand_under_their_names(tables):

@@ -54,8 +54,8 @@ def verdict(tables, manifest=MANIFEST):
 @pytest.mark.parametrize(("groups", "noise"), [(8, 0.05), (40, 0.02)])
 def test_a_quiet_run_is_reliable_in_nineteen_of_twenty(groups, noise):
     """Prompts differ in length by a factor of 15, and groups in acceptance."""
-    found = [verdict(run(seed, groups, noise)) for seed in range(20)]
-    assert sum(one.word == "reliable" and not one.reasons for one in found) >= 19
+    verdicts = [verdict(run(seed, groups, noise)) for seed in range(20)]
+    assert sum(judged.word == "reliable" and not judged.reasons for judged in verdicts) >= 19
 
 
 @pytest.mark.parametrize("arm", ["baseline", "speculative"])
@@ -63,9 +63,9 @@ def test_a_quiet_run_is_reliable_in_nineteen_of_twenty(groups, noise):
 def test_a_group_that_was_disturbed_for_a_moment_is_named_with_the_result_without_it(arm, factor, word):
     for seed in range(3):
         tables = run(seed, slow={(arm, 17): factor})
-        found = verdict(tables)
-        assert found.word == word
-        reason = next(one for one in found.reasons if "group 17" in one)
+        run_verdict = verdict(tables)
+        assert run_verdict.word == word
+        reason = next(reason for reason in run_verdict.reasons if "group 17" in reason)
         rest = tables.requests[tables.requests["group"] != 17]
         without, every = (metrics.speedup(requests, "speculative").mean for requests in (rest, tables.requests))
         assert "1 of 40 groups" in reason and f"{without:.2f} instead of {every:.2f}" in reason
@@ -87,9 +87,9 @@ def test_a_group_that_is_faster_than_the_others_was_not_disturbed():
 )  # fmt: skip
 def test_what_other_processes_use_counts_where_the_run_needs_it(load, threads, cores, word):
     """Times alone show nothing: every group of both arms is as slow as the others."""
-    found = verdict(run(other_cores=load), {**MANIFEST, "threads": threads, "machine": {"cores": cores}})
-    assert found.word == word
-    assert [f"{load:.1f} of {cores} cores" in reason for reason in found.reasons] == [True] * (word != "reliable")
+    run_verdict = verdict(run(other_cores=load), {**MANIFEST, "threads": threads, "machine": {"cores": cores}})
+    assert run_verdict.word == word
+    assert [f"{load:.1f} of {cores} cores" in reason for reason in run_verdict.reasons] == [True] * (word != "reliable")
 
 
 def test_the_load_of_the_arm_with_the_most_counts_by_time():
@@ -108,13 +108,13 @@ def test_the_limits_of_the_machine_say_how_many_threads_a_forward_uses_and_a_gpu
 
 
 def test_use_of_a_gpu_by_other_processes_was_not_checked():
-    found = verdict(run(), {**MANIFEST, "device": "cuda:0"})
-    assert found.word == "reliable" and found.kinds == ("unchecked",)
+    run_verdict = verdict(run(), {**MANIFEST, "device": "cuda:0"})
+    assert run_verdict.word == "reliable" and run_verdict.kinds == ("unchecked",)
 
 
 def test_the_load_is_not_judged_where_other_ranks_count_as_other_processes():
-    found = verdict(run(other_cores=1.5), {**MANIFEST, "ranks": 2})
-    assert found.word == "reliable" and found.kinds == ("unchecked",)
+    run_verdict = verdict(run(other_cores=1.5), {**MANIFEST, "ranks": 2})
+    assert run_verdict.word == "reliable" and run_verdict.kinds == ("unchecked",)
     assert metrics.disturbed(metrics.units_of_run(run(other_cores=1.5)), metrics.Resources(2, 2, ranks=2)) == []
 
 
@@ -131,43 +131,45 @@ def test_errors_of_short_times_cancel_each_other():
 def test_a_machine_that_is_slow_for_many_groups_in_mixed_order_is_named(share):
     """For 30, 60 and 80 % of the groups, and nothing tells the load."""
     slow = {(arm, group): 1.7 for group in range(40) for arm in ("speculative", "baseline") if 7 * group % 10 < share}
-    found = verdict(run(slow=slow, other_cores=np.nan))
-    assert found.word != "reliable" and "spread" in found.kinds
+    run_verdict = verdict(run(slow=slow, other_cores=np.nan))
+    assert run_verdict.word != "reliable" and "spread" in run_verdict.kinds
 
 
 @pytest.mark.parametrize(("groups", "reasons"), [(7, 1), (8, 0)])
 def test_fewer_than_eight_groups_are_doubtful_and_have_no_interval(groups, reasons):
     tables = run(groups=groups)
-    found = verdict(tables)
-    assert found.kinds == ("few",) * reasons
-    assert found.word == ("doubtful" if reasons else "reliable")
+    run_verdict = verdict(tables)
+    assert run_verdict.kinds == ("few",) * reasons
+    assert run_verdict.word == ("doubtful" if reasons else "reliable")
     every = [
         metrics.speedup(tables.requests, "speculative"),
         metrics.speedup(tables.requests, "speculative", prefill=True),
         metrics.tokens_per_second_interval(tables.requests, "speculative"),
         metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "speculative")),
     ]
-    assert all(np.isnan(one.low) == np.isnan(one.high) == (groups < 8) for one in every)
+    assert all(np.isnan(interval.low) == np.isnan(interval.high) == (groups < 8) for interval in every)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("drift", "word"), [(0.0, "reliable"), (0.6, "doubtful")])
 def test_a_drift_is_told_from_the_context_s_effect_where_prompts_are_sorted_by_length(seed, drift, word):
-    found = verdict(run(seed, drift=drift, ordered=True))
-    assert found.word == word and ("drift" in found.kinds) == (drift > 0)
+    run_verdict = verdict(run(seed, drift=drift, ordered=True))
+    assert run_verdict.word == word and ("drift" in run_verdict.kinds) == (drift > 0)
 
 
 @pytest.mark.parametrize(("drift", "word"), [(0.02, "reliable"), (0.4, "doubtful"), (1.2, "not reliable")])
 def test_a_machine_that_becomes_slower_is_named(drift, word):
-    found = verdict(run(drift=drift))
-    assert found.word == word
-    assert ("drift" in found.kinds) == (word != "reliable")
+    run_verdict = verdict(run(drift=drift))
+    assert run_verdict.word == word
+    assert ("drift" in run_verdict.kinds) == (word != "reliable")
 
 
 def test_a_drift_of_one_arm_against_the_baseline_is_named():
     slow = {("speculative", group): 1.2 for group in range(20, 40)}
-    found = verdict(run(slow=slow))
-    assert found.word == "doubtful" and any("speculative, against baseline" in reason for reason in found.reasons)
+    run_verdict = verdict(run(slow=slow))
+    assert run_verdict.word == "doubtful" and any(
+        "speculative, against baseline" in reason for reason in run_verdict.reasons
+    )
 
 
 def test_means_that_are_far_apart_are_doubtful():
@@ -175,19 +177,23 @@ def test_means_that_are_far_apart_are_doubtful():
     tables = run()
     fast = (tables.requests["arm"] == "speculative") & (tables.requests["group"] % 2 == 0)
     tables.requests.loc[fast, "decode_tokens"] *= 5
-    found = verdict(tables)
+    run_verdict = verdict(tables)
     sums = metrics.speedup(tables.requests, "speculative").mean
     mean = metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "speculative")).mean
-    assert found.word == "doubtful"
-    assert [f"{sums:.2f} as a ratio of sums and {mean:.2f}" in reason for reason in found.reasons] == [True]
+    assert run_verdict.word == "doubtful"
+    assert [f"{sums:.2f} as a ratio of sums and {mean:.2f}" in reason for reason in run_verdict.reasons] == [True]
 
 
 def test_without_a_baseline_and_of_other_implementations_the_speeds_are_judged():
     """A peer has no rows of forwards: its groups are compared by their time per token."""
     tables = run(slow={("baseline", 5): 9.0})
     alone = tables.requests[tables.requests["arm"] == "baseline"].assign(arm="peer")
-    found = verdict(Tables(tables.rounds.iloc[:0], tables.steps, alone))
-    assert found.word == "not reliable" and "group 5" in found.reasons[0] and "tokens/s" in found.reasons[0]
+    run_verdict = verdict(Tables(tables.rounds.iloc[:0], tables.steps, alone))
+    assert (
+        run_verdict.word == "not reliable"
+        and "group 5" in run_verdict.reasons[0]
+        and "tokens/s" in run_verdict.reasons[0]
+    )
 
 
 def test_a_run_whose_arms_emitted_nothing_after_the_prefill_is_not_reliable():

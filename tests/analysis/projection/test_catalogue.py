@@ -25,9 +25,9 @@ def test_the_hardware_of_the_command_line_is_known():
         "a100-40", "a100-80", "h100-sxm", "h100-pcie", "h200", "l4", "l40s", "rtx3090", "rtx4090", "rtx5090", "mi300x",
         "b200", "laptop-cpu",
     ]  # fmt: skip
-    found = catalogue.hardware(names)
-    assert [one.name for one in found] == names
-    assert all(one.source and one.peaks["bf16"] >= one.peaks["fp32"] for one in found)
+    devices = catalogue.hardware(names)
+    assert [device.name for device in devices] == names
+    assert all(device.source and device.peaks["bf16"] >= device.peaks["fp32"] for device in devices)
 
 
 DEVICES = "name,label,bandwidth_gb_s,fp32,bf16,fp8,memory_gb,source\n"
@@ -78,9 +78,9 @@ def test_a_checkpoint_s_config_is_a_model(tmp_path):
         "vocab_size": 4096, "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = catalogue.model("--model", str(tmp_path))
-    assert (found.layers, found.kv_heads, found.head_dim, found.tied) == (6, 8, 64, True)
-    assert found.weights == 6 * (4 * 512 * 512 + 3 * 512 * 1280) + 512 * 4096
+    described = catalogue.model("--model", str(tmp_path))
+    assert (described.layers, described.kv_heads, described.head_dim, described.tied) == (6, 8, 64, True)
+    assert described.weights == 6 * (4 * 512 * 512 + 3 * 512 * 1280) + 512 * 4096
     with pytest.raises(ValueError, match=r"has experts.*--costs"):
         of_config("moe", config | {"num_experts": 8})
     with pytest.raises(ValueError, match="has no 'hidden_size'"):
@@ -118,11 +118,13 @@ def test_what_is_not_known_is_refused(changed, message):
 
 
 def test_so_many_sequences_fit_beside_the_weights():
-    found = deployments_of([design(np.ones((2, 2)), proposer="ngram")], ["l4", "b200"], "llama-3.1-70b", 1024)
-    assert [one.label for one in found] == ["L4 24 GB", "B200 180 GB"] and found[0].largest_batch == 0
+    deployments = deployments_of([design(np.ones((2, 2)), proposer="ngram")], ["l4", "b200"], "llama-3.1-70b", 1024)
+    assert [deployment.label for deployment in deployments] == ["L4 24 GB", "B200 180 GB"] and deployments[
+        0
+    ].largest_batch == 0
     shape, bytes_left = models()["llama-3.1-70b"], 180e9 - 70.55e9 * 2
     each = 2 * 80 * 8 * 128 * precision("bf16").kv_bytes * 1024
-    assert found[1].largest_batch == pytest.approx(bytes_left / each, rel=0.01) and shape.layers == 80
+    assert deployments[1].largest_batch == pytest.approx(bytes_left / each, rel=0.01) and shape.layers == 80
 
 
 def test_proposers_whose_drafting_is_not_modelled_are_left_out_by_name():

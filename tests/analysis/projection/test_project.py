@@ -66,8 +66,8 @@ def test_a_chain_of_constant_acceptance_has_leviathan_s_speed_up(rate, length, c
     """Theorem 3.8 of 2211.17192: (1 - a^(g + 1)) / ((1 - a) (g c + 1))."""
     deployment = Deployment("any", Constant(2.0), {})
     draft = Drafting(Constant(2.0 * cost))
-    found = speedup(of_chain(rate, length), length, deployment, draft, 1, 100.0)
-    assert found == pytest.approx((1 - rate ** (length + 1)) / ((1 - rate) * (length * cost + 1)))
+    factor = speedup(of_chain(rate, length), length, deployment, draft, 1, 100.0)
+    assert factor == pytest.approx((1 - rate ** (length + 1)) / ((1 - rate) * (length * cost + 1)))
 
 
 def test_sequoia_s_formula_divides_by_the_seconds_of_a_forward_over_all_nodes():
@@ -88,29 +88,31 @@ class Staircase:
 
 def test_each_step_costs_what_its_own_nodes_cost():
     """Half of the steps draft nothing, the others ten nodes: the mean of two forwards, not that of five nodes."""
-    found = Acceptance(np.stack([np.zeros(10), np.ones(10)]), np.full((1, 2), 0.5), np.full((1, 10), 0.08))
+    acceptance = Acceptance(np.stack([np.zeros(10), np.ones(10)]), np.full((1, 2), 0.5), np.full((1, 10), 0.08))
     deployment, draft = Deployment("any", Staircase(), {}), Drafting(Constant(0.1))
     expected = 1.8 * 1.0 / (0.5 * (1.0 + np.sqrt(3)) + 0.5 * 10 * 0.1)
-    assert speedup(found, 10, deployment, draft, 1, 0.0) == pytest.approx(expected)
+    assert speedup(acceptance, 10, deployment, draft, 1, 0.0) == pytest.approx(expected)
     cut = 1.32 * 1.0 / (0.5 * (1.0 + np.sqrt(2)) + 0.5 * 4 * 0.1)
-    assert speedup(found, 4, deployment, draft, 1, 0.0) == pytest.approx(cut)
+    assert speedup(acceptance, 4, deployment, draft, 1, 0.0) == pytest.approx(cut)
 
 
 def test_each_step_drafts_with_its_own_rows():
     """Trees of one level with 2 or 8 nodes, and of two levels: a pass computes the nodes above it, of its own step."""
-    found = Acceptance(
+    acceptance = Acceptance(
         np.array([[2.0, 3.0], [8.0, 8.0], [5.0, 0.0]]), np.array([[0.5, 0.3, 0.2]]), np.array([[0.6, 0.25]])
     )
     cost = {rows: float(Staircase().seconds(rows, 1, 0)) for rows in range(1, 18)}
     second = 0.5 * cost[2] + 0.3 * cost[8]
     committed = 0.4 * cost[1] + 0.35 * cost[2] + 0.25 * cost[3]
-    seconds = {first: Drafting(Staircase(), True, first).seconds(found, 2, 1, 0.0) for first in ("committed", "last")}
+    seconds = {
+        first: Drafting(Staircase(), True, first).seconds(acceptance, 2, 1, 0.0) for first in ("committed", "last")
+    }
     assert seconds["committed"] == pytest.approx(committed + second)
     assert seconds["last"] == pytest.approx(0.75 * cost[1] + 0.25 * cost[2] + second)
-    assert Drafting(Staircase(), False, "masks").seconds(found, 2, 1, 0.0) == pytest.approx(
+    assert Drafting(Staircase(), False, "masks").seconds(acceptance, 2, 1, 0.0) == pytest.approx(
         cost[2] * 0.75 + cost[3] * 0.25
     )
-    look_up = Drafting(step=Staircase()).seconds(found, 2, 1, 0.0)
+    look_up = Drafting(step=Staircase()).seconds(acceptance, 2, 1, 0.0)
     assert look_up == pytest.approx(0.5 * cost[6] + 0.3 * cost[17] + 0.2 * cost[6])
 
 
@@ -194,9 +196,9 @@ def test_the_prefill_dilutes_the_speed_up():
     deployment, chain = Deployment("any", Linear(1.0, 0.01), {}), of_chain(0.7, 4)
     without = speedup(chain, 4, deployment, FREE, 1, 10.0)
     step, first = 1.05, 1.0 + 0.01 * 200
-    found = speedup(chain, 4, deployment, FREE, 1, 10.0, Prefill(200, 101))
-    assert found == pytest.approx((first + 100 * 1.01) / (first + 100 / chain.tau(4) * step))
-    assert found < without
+    factor = speedup(chain, 4, deployment, FREE, 1, 10.0, Prefill(200, 101))
+    assert factor == pytest.approx((first + 100 * 1.01) / (first + 100 / chain.tau(4) * step))
+    assert factor < without
     long = speedup(chain, 4, deployment, FREE, 1, 10.0, Prefill(200, 10**9))
     assert long == pytest.approx(without)
 
@@ -216,11 +218,11 @@ def test_no_speed_up_exceeds_the_tokens_of_a_step(hardware, runtime, rate, lengt
     chain, shape = of_chain(rate, length), models()["llama-3.1-8b"]
     deployment = Deployment("any", roofline(hardware, runtime), {})
     draft = by_roofline(
-        proposer, shape, None, lambda one, layers: RooflineForward(one, layers, hardware, runtime, BF16),
+        proposer, shape, None, lambda of_target, layers: RooflineForward(of_target, layers, hardware, runtime, BF16),
         BF16, length,
     )  # fmt: skip
-    found = speedup(chain, length, deployment, draft, batch, 1000.0)
-    assert 0 < found <= chain.tau(length) * (1 + 1e-12)
+    factor = speedup(chain, length, deployment, draft, batch, 1000.0)
+    assert 0 < factor <= chain.tau(length) * (1 + 1e-12)
 
 
 @pytest.mark.nightly
@@ -232,27 +234,27 @@ def test_break_even_is_where_one_is_crossed(hardware, runtime, rate, length):
     def at(batch):
         return speedup(chain, length, deployment, draft, batch, 500.0)
 
-    (found,) = crossing(at, 1, 4096)
-    if found == 0:
+    (crossed,) = crossing(at, 1, 4096)
+    if crossed == 0:
         assert at(1.0) < 1
-    elif np.isinf(found):
+    elif np.isinf(crossed):
         assert at(4096.0) >= 1
     else:
-        assert 1 <= found <= 4096 and at(found) == pytest.approx(1, abs=1e-6)
-        assert at(found * 1.0001) <= 1 + 1e-9 and at(1.0) >= 1
+        assert 1 <= crossed <= 4096 and at(crossed) == pytest.approx(1, abs=1e-6)
+        assert at(crossed * 1.0001) <= 1 + 1e-9 and at(1.0) >= 1
 
 
 def test_break_even_of_a_closed_form():
     """tau (1 + e B) / (1 + e (1 + n) B) = 1 at B = (tau - 1) / (e (n + 1 - tau))."""
-    one = design(np.tile([[7.0, 4.0]], (8, 1)), proposer="ngram")
+    ngram_design = design(np.tile([[7.0, 4.0]], (8, 1)), proposer="ngram")
     deployment = Deployment("any", Linear(1.0, 0.01), {"chain": FREE})
-    (row,) = break_even([one], [deployment], 1000, 0.0, [2]).to_dict("records")
+    (row,) = break_even([ngram_design], [deployment], 1000, 0.0, [2]).to_dict("records")
     assert row["break_even"] == pytest.approx(1.1 / (0.01 * 0.9), rel=1e-9)
     assert row["break_even_low"] == row["break_even_high"] == pytest.approx(row["break_even"])
-    (row,) = break_even([one], [deployment], 100, 0.0, [2]).to_dict("records")
+    (row,) = break_even([ngram_design], [deployment], 100, 0.0, [2]).to_dict("records")
     assert row["break_even"] == np.inf
     never = Deployment("any", Constant(1.0), {"chain": Drafting(step=ConstantForward(5.0))})
-    assert break_even([one], [never], 100, 0.0)["break_even"].tolist() == [0.0, 0.0]
+    assert break_even([ngram_design], [never], 100, 0.0)["break_even"].tolist() == [0.0, 0.0]
 
 
 def test_intervals_are_those_of_the_bootstrap_over_requests():
@@ -261,9 +263,9 @@ def test_intervals_are_those_of_the_bootstrap_over_requests():
 
     generator = np.random.default_rng(3)
     accepted = np.sort(generator.integers(0, 11, (12, 3)).astype(float), axis=1)[:, ::-1]
-    one = design(accepted, proposer="ngram")
+    ngram_design = design(accepted, proposer="ngram")
     deployment = Deployment("any", Constant(1.0), {"chain": FREE})
-    (row,) = project([one], [deployment], [1], 0.0, [3], resamples=999).to_dict("records")
+    (row,) = project([ngram_design], [deployment], [1], 0.0, [3], resamples=999).to_dict("records")
     tau = 1.0 + accepted.sum(1, keepdims=True) / 10
     expected = tau.mean(), *quantiles(resampled_sums(tau, 999) / 12, 0.95)[:, 0]
     assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx(expected)

@@ -111,7 +111,7 @@ def folder(tmp_path_factory):
 @pytest.mark.nightly
 def test_the_arms_of_a_run_are_designs(folder):
     designs, _ = recorded([folder])
-    assert [(one.name, one.proposer, one.depth, one.any_length) for one in designs] == [
+    assert [(design.name, design.proposer, design.depth, design.any_length) for design in designs] == [
         ("ngram", "ngram", 2, True), ("longer", "ngram", 4, True), ("model", "draft_chain", 3, True),
     ]  # fmt: skip
     tables = metrics.load(folder)
@@ -185,11 +185,11 @@ def test_a_run_s_own_steps_are_its_costs():
     def arm(name, *each):
         """Steps of two sequences: nodes, depth, seconds of drafting, of all else, and of a pause before."""
         start, rows = 0.0, []
-        for place, (nodes, depth, drafting, rest, pause) in enumerate([(0, 0, 9.0, 9.0, 0.0), *each]):
+        for number, (nodes, depth, drafting, rest, pause) in enumerate([(0, 0, 9.0, 9.0, 0.0), *each]):
             start += pause
-            row = {"arm": name, "group": 0, "round": place, "prefill": place == 0, "prefill_chunks": 0, "live": 2}
+            row = {"arm": name, "group": 0, "round": number, "prefill": number == 0, "prefill_chunks": 0, "live": 2}
             row |= {"nodes": 2 * nodes, "depth": depth, "propose": 0.75 * drafting, "verify": 0.25 * drafting}
-            rows.append(row | {"start": start, "whole": drafting + rest, "context": 50 + place})
+            rows.append(row | {"start": start, "whole": drafting + rest, "context": 50 + number})
             start += drafting + rest
         rows.append(rows[-1] | {"round": len(rows), "live": 1, "start": start, "whole": 100.0})
         return rows
@@ -202,13 +202,13 @@ def test_a_run_s_own_steps_are_its_costs():
     ]
     frame = pd.DataFrame(rows)
     tables = metrics.Tables(frame.drop(columns=["depth", "context"]), frame, frame[:0])
-    found = forwards_of(tables, {"chain": "draft_chain", "words": "ngram", "idle": "draft_chain"})
-    assert set(found["context"]) == {51, 54}
-    proposers = dict(found[["model", "proposer"]].itertuples(index=False, name=None))
+    forwards = forwards_of(tables, {"chain": "draft_chain", "words": "ngram", "idle": "draft_chain"})
+    assert set(forwards["context"]) == {51, 54}
+    proposers = dict(forwards[["model", "proposer"]].itertuples(index=False, name=None))
     assert proposers == {"target": "", "chain": "draft_chain", "words": "ngram"}
-    batches = {model: set(own["batch"]) for model, own in found.groupby("model")}
+    batches = {model: set(rows["batch"]) for model, rows in forwards.groupby("model")}
     assert batches == {"target": {2}, "chain": {1, 2}, "words": {1, 2}}
-    assert set(found[["model", "tokens", "seconds"]].itertuples(index=False, name=None)) == {
+    assert set(forwards[["model", "tokens", "seconds"]].itertuples(index=False, name=None)) == {
         *(("target", 1, 2.25 + 0.5), ("target", 2, 3.0 + 0.5), ("target", 4, 4.5 + 0.5)),
         *(("chain", tokens, (3 * 3.0 + 1.0) / 10) for tokens in (1, 4)),  # of each pass, one for each level
         *(("words", tokens, (0.5 + 2 * 0.125) / 3) for tokens in (1, 4)),  # of each step
@@ -222,9 +222,9 @@ def test_a_run_is_projected_to_its_own_costs(folder, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"Measured forwards: {folder}, at a context of" in printed
     assert f"Verdict: {json.loads((folder / 'summary.json').read_text())['verdict']}" in printed
-    tables = {name: (one.seconds(1, 2, 10), one.grid) for name, one in measured_forwards(folder).items()}
+    tables = {name: (forward.seconds(1, 2, 10), forward.grid) for name, forward in measured_forwards(folder).items()}
     target, plain = tables["target"][1], tables["target"][0]
-    (design,) = [one for one in recorded([folder])[0] if one.name == "longer"]
+    (design,) = [design for design in recorded([folder])[0] if design.name == "longer"]
     drafts, share = design.drafts[:, :2].sum(1), design.draws(0).share[0]
     mean = share @ drafts
     rows = 1 + mean + (drafts - mean) / np.sqrt(2)

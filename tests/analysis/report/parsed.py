@@ -34,16 +34,16 @@ class Parsed(HTMLParser):
             self.text += data
 
     def values(self, attribute: str) -> list[str]:
-        return [found[attribute] for _, found in self.tags if attribute in found]
+        return [attributes[attribute] for _, attributes in self.tags if attribute in attributes]
 
 
 def cells(page: Path, table: int = 1) -> list[dict[str, str]]:
     """The texts of the rows of a page's table, the first is 1, by heading."""
     text = page.read_text().split("<thead>")[table]
-    headings = [unescape(one) for one in re.findall(r"<th[^>]*>([^<]*)</th>", text.partition("</thead>")[0])]
+    headings = [unescape(heading) for heading in re.findall(r"<th[^>]*>([^<]*)</th>", text.partition("</thead>")[0])]
     rows = text.partition("<tbody>")[2].partition("</tbody>")[0].split("<tr>")[1:]
-    found = (
-        [unescape(re.sub("<[^>]*>", "", one)).strip() for one in re.findall(r"<td.*?</td>", row, re.DOTALL)]
+    rows_of_cells = (
+        [unescape(re.sub("<[^>]*>", "", cell)).strip() for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)]
         for row in rows
     )
-    return [dict(zip(headings, row, strict=True)) for row in found]
+    return [dict(zip(headings, row, strict=True)) for row in rows_of_cells]

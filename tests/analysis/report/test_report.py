@@ -47,14 +47,14 @@ def swept(ran, tmp_path_factory) -> Path:
     jobs = [[f"proposer.depth={depth}", f"proposer={name}"] for name in ("a", "b") for depth in (2, 4, 8)]
     sweep.plan(folder, [*jobs, ["proposer=waits"], ["proposer=fails"]])
     summary, facts = (json.loads((ran / name).read_text()) for name in ("summary.json", "manifest.json"))
-    for place, job in enumerate(jobs):
-        one = folder / sweep.folder_name(job)
-        one.mkdir()
-        speed = 1.0 + place / 10
+    for index, job in enumerate(jobs):
+        run_folder = folder / sweep.folder_name(job)
+        run_folder.mkdir()
+        speed = 1.0 + index / 10
         summary["arms"]["speculative"]["speedup"] = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
-        write_json(one / "summary.json", summary)
-        write_json(one / "manifest.json", facts)
-        sweep.end(one, job, "", 0, 1.0)
+        write_json(run_folder / "summary.json", summary)
+        write_json(run_folder / "manifest.json", facts)
+        sweep.end(run_folder, job, "", 0, 1.0)
     (folder / sweep.folder_name(jobs[0]) / "report.html").write_text("its own")
     failed = folder / sweep.folder_name(["proposer=fails"])
     failed.mkdir()
@@ -84,7 +84,7 @@ def test_nothing_is_fetched(which, page, swept):
     assert all(link.startswith("#") for link in parsed.values("xlink:href"))
     assert set(re.findall(r"url\((.)", file.read_text())) <= {"#"}  # parts of the same figure
     assert "url(" not in file.read_text().partition("</style>")[0] and "@import" not in file.read_text()
-    policy = next(found["content"] for tag, found in parsed.tags if "http-equiv" in found)
+    policy = next(attributes["content"] for tag, attributes in parsed.tags if "http-equiv" in attributes)
     assert "default-src 'none'" in policy and "unsafe-eval" not in policy and "http" not in policy
 
 
@@ -92,7 +92,7 @@ def test_texts_do_not_break_out(page):
     parsed = Parsed(page)
     tags = [tag for tag, _ in parsed.tags]
     assert tags.count("script") == 3 and tags.count("style") == 1  # two that run, and the data of the steps
-    assert not [found for _, found in parsed.tags if any(name.startswith("on") for name in found)]
+    assert not [attributes for _, attributes in parsed.tags if any(name.startswith("on") for name in attributes)]
     assert "</script><script>document.title='owned'</script>" in parsed.text  # shown as it is
     assert "{{7*7}}" in parsed.text
     raw = page.read_text(encoding="utf-8")
@@ -121,7 +121,7 @@ def test_outputs_are_shaded_as_they_came(page, ran):
 def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     assert short_path(str(tmp_path / "spec_lab/zoo/prompts/code.jsonl")) == "zoo/prompts/code.jsonl"
     assert short_path("/data/models/tiny/") == "models/tiny"
-    assert [short_path(one) for one in ("Qwen/Qwen3-8B", "mine.jsonl", None)] == ["Qwen/Qwen3-8B", "mine.jsonl", ""]
+    assert [short_path(path) for path in ("Qwen/Qwen3-8B", "mine.jsonl", None)] == ["Qwen/Qwen3-8B", "mine.jsonl", ""]
     for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
         shutil.copy(ran / name, tmp_path)
     facts = json.loads((ran / "manifest.json").read_text())
@@ -134,7 +134,7 @@ def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
 def columns(page: Path) -> list[str]:
     """Headings of the page's first table."""
     headings = re.findall(r"<th[^>]*>([^<]*)</th>", page.read_text().partition("</thead>")[0])
-    return [one.replace("\u00a0", " ") for one in headings]
+    return [heading.replace("\u00a0", " ") for heading in headings]
 
 
 def arm_row(page: Path, arm: str) -> dict[str, str]:
@@ -168,7 +168,7 @@ def test_a_report_of_a_run_of_an_older_version_computes_its_verdict(ran, tmp_pat
     shutil.copytree(ran, out)
     for name in ("summary", "manifest"):
         facts = json.loads((out / f"{name}.json").read_text())
-        write_json(out / f"{name}.json", {key: one for key, one in facts.items() if not key.startswith("verdict")})
+        write_json(out / f"{name}.json", {key: value for key, value in facts.items() if not key.startswith("verdict")})
     requests = pd.read_parquet(out / "requests.parquet").drop(columns=["other_cores", "attempt"])
     requests.to_parquet(out / "requests.parquet")
     text = " ".join(Parsed(report.write(out)).text.split())
@@ -238,13 +238,13 @@ def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
     jobs = [[f"constraint={name}", "target=/models/of/one/tiny"] for name in ("first", "second")]
     sweep.plan(tmp_path, jobs)
     summary = json.loads((ran / "summary.json").read_text()) | {"target": "/machine/spec_lab/zoo/target"}
-    for place, job in enumerate(jobs):
-        one = tmp_path / sweep.folder_name(job)
-        one.mkdir()
+    for index, job in enumerate(jobs):
+        run_folder = tmp_path / sweep.folder_name(job)
+        run_folder.mkdir()
         for arm in summary["arms"].values():
-            arm["constraint"] = f"named {place}"
-        write_json(one / "summary.json", summary)
-        sweep.end(one, job, "", 0, 1.0)
+            arm["constraint"] = f"named {index}"
+        write_json(run_folder / "summary.json", summary)
+        sweep.end(run_folder, job, "", 0, 1.0)
     parsed = Parsed(report.write(tmp_path))
     cells = re.findall(r"<td>(first|second|named \d)</td>", (tmp_path / "report.html").read_text())
     assert sorted(set(cells)) == ["first", "second"]

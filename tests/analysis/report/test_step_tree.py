@@ -24,10 +24,10 @@ def row(parents=(), tokens=(), path=(), emitted=(), origins=(), **changes) -> di
     return arrays | changes
 
 
-def why(one: dict, how: Verification) -> str:
-    tree = read_tree(one)
+def why(step: dict, how: Verification) -> str:
+    tree = read_tree(step)
     assert tree is not None
-    return reason(one, tree, NAMES.__getitem__, how)
+    return reason(step, tree, NAMES.__getitem__, how)
 
 
 CHAIN = {"parents": [-1, 0], "tokens": [1, 3], "path": [0], "emitted": [1, 2], "origins": ["accepted", "recovered"]}

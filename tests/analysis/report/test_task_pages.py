@@ -110,8 +110,8 @@ def folder_of(folder: Path, task: str, summary: dict | None = None) -> Path:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tasks")
-    return {task: report.write(folder_of(folder / str(place), task, SUMMARIES[task]))
-            for place, task in enumerate(SUMMARIES)}  # fmt: skip
+    return {task: report.write(folder_of(folder / str(number), task, SUMMARIES[task]))
+            for number, task in enumerate(SUMMARIES)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "shown"), [(SERVE, "Verdict: doubtful: 1 segment"), (COST, "Verdict: not recorded.")])
@@ -134,19 +134,19 @@ def test_texts_do_not_break_out_of_a_page(pages, task):
     parsed = Parsed(pages[task])
     assert [tag for tag, _ in parsed.tags].count("script") == [tag for tag, _ in parsed.tags].count("style") == 1
     assert not {tag for tag, _ in parsed.tags} & {"img", "iframe", "object", "link"}
-    assert not [found for _, found in parsed.tags if any(name.startswith("on") for name in found)]
+    assert not [attributes for _, attributes in parsed.tags if any(name.startswith("on") for name in attributes)]
     assert "</script><script>document.title='owned'</script>" in parsed.text and "{{7*7}}" in parsed.text
     assert not re.search("[\x00\u2028\u202e]", pages[task].read_text(encoding="utf-8"))
-    policy = next(found["content"] for tag, found in parsed.tags if "http-equiv" in found)
+    policy = next(attributes["content"] for tag, attributes in parsed.tags if "http-equiv" in attributes)
     assert "default-src 'none'" in policy and "sha256-" in policy and "unsafe-eval" not in policy
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", SUMMARIES)
 def test_files_of_another_shape_are_refused_by_name(task, tmp_path):
-    for place, key in enumerate(SUMMARIES[task]):
+    for number, key in enumerate(SUMMARIES[task]):
         wrong = copy.deepcopy(SUMMARIES[task]) | {key: {"of": ["another", "kind"]}}
-        folder = folder_of(tmp_path / str(place), task, wrong)
+        folder = folder_of(tmp_path / str(number), task, wrong)
         if (task, key) == (CERTIFY, "constraint"):  # a constraint without "masks": they were not compared
             parsed = Parsed(report.write(folder))
             assert [text for text in SHOWN[task] if text not in parsed.text] == []
@@ -212,16 +212,16 @@ def compared(tmp_path_factory):
         if name == "b":
             requests["correct"] = True
         requests.to_parquet(next(out.glob("parts/requests-*")))
-    found = compare([folder / "a", folder / "b"])
-    return found, report.write_comparison(found, folder / "page of <b>.html")
+    comparison = compare([folder / "a", folder / "b"])
+    return comparison, report.write_comparison(comparison, folder / "page of <b>.html")
 
 
 @pytest.mark.nightly
 def test_a_comparison_has_a_page_with_the_numbers_of_its_table(compared):
-    found, page = compared
-    frame, parsed = as_frame(found), Parsed(page)
+    comparison, page = compared
+    frame, parsed = as_frame(comparison), Parsed(page)
     rows = cells(page, 2)
-    assert len(rows) == len(frame) and f"{found.tested} tested changes" in parsed.text
+    assert len(rows) == len(frame) and f"{comparison.tested} tested changes" in parsed.text
     tau = frame[(frame["figure"] == "tau_pooled") & (frame["other_arm"] == "other")].iloc[0]
     shown = next(row for row in rows if row["figure"] == "tau" and "other" in row["arm"])
     assert shown["change"] == f"{tau['change']:+.2f}" and shown["verdict"] == tau["verdict"] == "significant"

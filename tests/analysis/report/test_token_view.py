@@ -89,10 +89,10 @@ def data_of(folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     tables, data, note = data_of(runs(name))
-    found = {f"{key}/{step['round']}": step for key, steps in data["outputs"].items() for step in steps}
-    assert len(found) == len(tables.steps) and "record=drafts" not in note
+    by_key = {f"{key}/{step['round']}": step for key, steps in data["outputs"].items() for step in steps}
+    assert len(by_key) == len(tables.steps) and "record=drafts" not in note
     for row in tables.steps.to_dict("records"):
-        step = found[f"{output_key(row['request'], row['arm'], row['sequence'])}/{row['round']}"]
+        step = by_key[f"{output_key(row['request'], row['arm'], row['sequence'])}/{row['round']}"]
         tree = step["tree"]
         assert [tree["tokens"][node] for node in tree["path"]] == tree["emitted"][: row["accepted"]]
         ranks, above = [], -1
@@ -116,7 +116,9 @@ def test_each_arm_has_its_own_prompt_in_later_turns(runs):
     view = token_view(folder, tables, arms := metrics.arms(tables), HOW)
     rows = tables.requests.set_index(["request", "arm"])["prompt"]
     shown = {
-        (one["request"], arms[output["arm"]]): output["prompt"] for one in view.prompts for output in one["outputs"]
+        (prompt["request"], arms[output["arm"]]): output["prompt"]
+        for prompt in view.prompts
+        for output in prompt["outputs"]
     }
     assert shown == {key: prompt_end(text) for key, text in rows.items()}
     assert any(shown[request, "speculative"] != shown[request, "baseline"] for request, _ in shown)
@@ -156,7 +158,7 @@ def test_the_block_is_bounded_and_says_what_is_left_out(runs, monkeypatch):
     size = len(str(embedded(whole)))
     monkeypatch.setattr(steps_of, "MAX_DATA", size // 2)
     _, half, note = data_of(runs("sampled"))
-    kept, every = (sum(map(len, one["outputs"].values())) for one in (half, whole))
+    kept, every = (sum(map(len, view["outputs"].values())) for view in (half, whole))
     assert 0 < kept < every and len(str(embedded(half))) <= size // 2 + 1000
     assert f"{every - kept} later steps" in note
     monkeypatch.setattr(steps_of, "MAX_STEPS", 2)

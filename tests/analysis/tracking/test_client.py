@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.nightly
 def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
     points, tables = history(seen), metrics.load(tracked)
-    assert [(one["prompt_group"], sorted(one)[1:]) for one in points[:3]] == [
+    assert [(point["prompt_group"], sorted(point)[1:]) for point in points[:3]] == [
         (number, ["baseline/tokens_per_second", "prompt_group", "tokens_per_second"]) for number in range(3)
     ]
     for arm, prefix in (("speculative", ""), ("baseline", "baseline/")):
-        speeds = pd.Series([metrics.tokens_per_second(one, arm) for _, one in tables.requests.groupby("group")])
+        speeds = pd.Series([metrics.tokens_per_second(group, arm) for _, group in tables.requests.groupby("group")])
         assert column(points, f"{prefix}tokens_per_second") == pytest.approx(speeds.tolist())
         steps = metrics.decode_steps(tables.steps, arm)
         assert column(points, f"{prefix}tau")[-1] == pytest.approx(metrics.tau_pooled(steps))
@@ -44,7 +44,7 @@ def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
 
 def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(tracked, seen):
     written, last, tables = json.loads((tracked / "summary.json").read_text()), summary(seen), metrics.load(tracked)
-    for key in {name for one in history(seen) for name in one} & series.keys(["speculative", "baseline"]).keys():
+    for key in {name for point in history(seen) for name in point} & series.keys(["speculative", "baseline"]).keys():
         _, _, figure = key.rpartition("/")
         assert (key in last) == (figure not in ("emitted_tokens", "accepted_tokens", "expected_accepted_tokens")), key
     assert last["tau"] == pytest.approx(written["tau_pooled"])
@@ -59,15 +59,15 @@ def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(track
 
 def test_a_view_holds_report_figures_and_tables(tracked, seen):
     written, tables = json.loads((tracked / "summary.json").read_text()), metrics.load(tracked)
-    pictures = {name.split(".")[0] for one in history(seen) for name in one if name.startswith("figures/")}
+    pictures = {name.split(".")[0] for point in history(seen) for name in point if name.startswith("figures/")}
     assert pictures == {f"figures/{path.stem}" for path in (tracked / "figures").glob("*.png")} != set()
     (page,) = tracked.glob("wandb/offline-run-*/files/media/html/report/page_*.html")
     assert page.read_bytes() == (tracked / "report.html").read_bytes() and b"the cat sat" in page.read_bytes()
     requests = table(tracked, "requests")
     assert len(requests) == len(tables.requests) and set(requests["arm"]) == {"repeat", "baseline"}
     first = requests[requests["arm"] == "repeat"].iloc[0]
-    own = metrics.decode_steps(tables.steps, "speculative").query("request == 0")
-    assert first["prompt"] == "the cat sat" and first["tau"] == pytest.approx(metrics.tau_pooled(own))
+    first_steps = metrics.decode_steps(tables.steps, "speculative").query("request == 0")
+    assert first["prompt"] == "the cat sat" and first["tau"] == pytest.approx(metrics.tau_pooled(first_steps))
     steps = table(tracked, "steps")
     assert len(steps) == sum(len(metrics.decode_steps(tables.steps, arm)) for arm in ("speculative", "baseline"))
     depths = table(tracked, "depths").query("kind == 'survival'")
@@ -77,15 +77,15 @@ def test_a_view_holds_report_figures_and_tables(tracked, seen):
 
 def test_no_file_of_a_view_holds_a_secret_or_a_path_of_the_machine(tracked, seen):
     (view,) = views(tracked)
-    for file in (one for one in view.rglob("*") if one.is_file() and "logs" not in one.parts):
+    for file in (path for path in view.rglob("*") if path.is_file() and "logs" not in path.parts):
         content = file.read_bytes()
         assert b"hush" not in content and b"/absolute" not in content, file
         assert str(ROOT).encode() not in content, file
 
 
-def points_of(found: dict[str, list[dict]]) -> list[dict]:
+def points_of(records: dict[str, list[dict]]) -> list[dict]:
     """The points and media logged but the report, which says whether the run has ended."""
-    return [one for one in history(found) if not any(name.startswith("report/") for name in one)]
+    return [point for point in history(records) if not any(name.startswith("report/") for name in point)]
 
 
 # Replayed ----------------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ def test_a_killed_run_replayed_shows_what_the_live_one_showed(tracked, seen, tmp
     out = killed(tracked, tmp_path / "run")
     where = track(out, mode="offline")
     assert str(views(out)[0]) in where and "wandb sync" in where
-    found = read_back(out)
-    assert points_of(found) == points_of(seen)
-    assert found["run"][0]["run_id"] == seen["run"][0]["run_id"]
-    assert found["run"][-1]["tags"] == seen["run"][-1]["tags"]
-    assert {"tau", "speedup", "tokens_per_second/low"} <= summary(found).keys() & summary(seen).keys()
-    assert found["exit"][-1]["exit_code"] == 1  # it did not come to its end
+    read = read_back(out)
+    assert points_of(read) == points_of(seen)
+    assert read["run"][0]["run_id"] == seen["run"][0]["run_id"]
+    assert read["run"][-1]["tags"] == seen["run"][-1]["tags"]
+    assert {"tau", "speedup", "tokens_per_second/low"} <= summary(read).keys() & summary(seen).keys()
+    assert read["exit"][-1]["exit_code"] == 1  # it did not come to its end
     for name in ("requests", "steps", "depths"):
         pd.testing.assert_frame_equal(table(out, name), table(tracked, name))
 
@@ -135,12 +135,12 @@ def test_after_kill_9_nothing_of_the_files_is_missing_in_the_view(tmp_path):
     finished = sorted(set(metrics.load(out).requests["group"]))
     assert 3 <= len(finished) < 200 and not (out / "summary.json").exists()
     track(out, mode="offline")
-    found = read_back(out)
-    assert [one["prompt_group"] for one in history(found) if "baseline/tokens_per_second" in one] == finished
-    assert column(history(found), "tau") and not live.exists()
-    assert found["exit"][-1]["exit_code"] == 1
-    files = [one for one in out.rglob("*") if one.is_file()]
-    assert files and not [one for one in files if b"hush" in one.read_bytes()]
+    read = read_back(out)
+    assert [point["prompt_group"] for point in history(read) if "baseline/tokens_per_second" in point] == finished
+    assert column(history(read), "tau") and not live.exists()
+    assert read["exit"][-1]["exit_code"] == 1
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert files and not [file for file in files if b"hush" in file.read_bytes()]
 
 
 # While the run goes on ---------------------------------------------------------------------------------------------
@@ -186,9 +186,11 @@ def test_a_training_shows_its_curve_as_it_goes_on_and_once(tmp_path, monkeypatch
     tracker.start({}, tmp_path)
     tracker.training(lines[0])
     tracker.training({**lines[0], "step": 30, "loss": []})  # a drafter without draft positions
-    assert [(one["trainer/global_step"], one["train/loss"], one["train/tau"]) for one in fake.calls] == [(20, 3, 1.625)]
+    assert [(call["trainer/global_step"], call["train/loss"], call["train/tau"]) for call in fake.calls] == [
+        (20, 3, 1.625)
+    ]
     tracker.finish({"learning": lines, "accepted": [0.5, 0.25], "measured_length": 0.6, "estimated_length": 0.625}, [])
-    assert [one["trainer/global_step"] for one in fake.calls] == [20, 40]
+    assert [call["trainer/global_step"] for call in fake.calls] == [20, 40]
     assert fake.summary == {
         "eval/acceptance_rate/1": 0.5, "eval/acceptance_rate/2": 0.25, "eval/tau": 1.6, "eval/expected_tau": 1.625,
     }  # fmt: skip

@@ -17,11 +17,11 @@ def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
 
     made = dashboard("project", "entity")
     spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]["section"]
-    sections = {one["name"]: one["panels"] for one in spec["panelBankConfig"]["sections"]}
+    sections = {section["name"]: section["panels"] for section in spec["panelBankConfig"]["sections"]}
     assert list(sections) == ["Speed", "Acceptance", "Time", "Outputs", "Report", "Training"]
     (runs,) = spec["runSets"]
     assert runs["grouping"] == [{"section": "run", "name": "group"}]
-    columns = {one for one in runs["runFeed"]["columnOrder"] if one.startswith("summary:")}
+    columns = {column for column in runs["runFeed"]["columnOrder"] if column.startswith("summary:")}
     assert {"summary:tau", "summary:speedup/low"} <= columns <= {f"summary:{name}" for name in summary(seen)}
     assert "config:proposer.value.name" in runs["runFeed"]["columnPinned"]
     curve = training({"loss": [2.0], "accepted": [0.5], "agreed": [0.5], "length_at_1": 0.5, "length_greedy": 0.5,
@@ -29,10 +29,10 @@ def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
     held_out = figures({"learning": [], "measured_length": 0.5, "estimated_length": 0.5})
     in_summary = {f"summary_metrics.{name}" for name in (*summary(seen), *held_out)}
     logged = {*curve, "trainer/global_step"}
-    for name in (name for one in history(seen) for name in one):
+    for name in (name for point in history(seen) for name in point):
         logged |= {name, name.split(".")[0]}  # of media, the file's size and others follow a dot
     named = set()
-    for panel in (one for panels in sections.values() for one in panels):
+    for panel in (panel for panels in sections.values() for panel in panels):
         config = panel["config"]
         if panel["viewType"] == "Weave":
             named.add(config["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"])

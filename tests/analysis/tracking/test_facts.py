@@ -69,14 +69,14 @@ def test_the_config_is_nested_under_the_names_of_the_options_and_complete():
 @pytest.mark.parametrize("wrong", ["text", 3, ["a"], True])
 def test_options_of_another_shape_are_left_out(wrong):
     names = ("proposer", "verifier", "policy", "task", "arms", "sampling")
-    found = facts.config({"config": dict.fromkeys(names, wrong), "seed": 0})
-    assert found == facts.config({"config": {}, "seed": 0})
+    configured = facts.config({"config": dict.fromkeys(names, wrong), "seed": 0})
+    assert configured == facts.config({"config": {}, "seed": 0})
 
 
 def test_a_run_keeps_its_id_and_another_run_has_another():
-    own = facts.identity(Path("a/run"), MANIFEST)
-    assert own == facts.identity(Path("b/run"), dict(reversed(MANIFEST.items())))
-    assert own != facts.identity(Path("a/other"), MANIFEST)
-    assert own != facts.identity(Path("a/run"), MANIFEST | {"began": "later"})
-    assert facts.is_offline_folder(f"offline-run-20260101_000000-{own}", own)
-    assert not facts.is_offline_folder("offline-run-20260101_000000-other", own)
+    mapping = facts.identity(Path("a/run"), MANIFEST)
+    assert mapping == facts.identity(Path("b/run"), dict(reversed(MANIFEST.items())))
+    assert mapping != facts.identity(Path("a/other"), MANIFEST)
+    assert mapping != facts.identity(Path("a/run"), MANIFEST | {"began": "later"})
+    assert facts.is_offline_folder(f"offline-run-20260101_000000-{mapping}", mapping)
+    assert not facts.is_offline_folder("offline-run-20260101_000000-other", mapping)

@@ -18,19 +18,19 @@ def test_figures_have_common_names_and_intervals_their_ends():
 
 def test_other_arms_have_their_key_as_prefix_and_the_main_one_none():
     arms = {"speculative": ARM, "baseline": {"tau_pooled": 1.0}, "ngram": {"tau_pooled": 2.0}}
-    found = headline.figures({**ARM, "baseline_overhead": 0.1, "arms": arms})
-    assert (found["tau"], found["baseline/tau"], found["ngram/tau"]) == (3.0, 1.0, 2.0)
-    assert not [name for name in found if name.startswith(("speculative", "baseline_"))]
+    numbers = headline.figures({**ARM, "baseline_overhead": 0.1, "arms": arms})
+    assert (numbers["tau"], numbers["baseline/tau"], numbers["ngram/tau"]) == (3.0, 1.0, 2.0)
+    assert not [name for name in numbers if name.startswith(("speculative", "baseline_"))]
 
 
 def test_lists_are_numbered_and_bounded_and_only_single_values_are_shown():
-    found = headline.figures(
+    numbers = headline.figures(
         {
             "survival": [0.5] * 99, "nan": math.nan, "none": None, "lossless": True, "rows": [{"a": 1}],
             "target": "/absolute/models/toy", "finish": {"length": 3}, "text": "x" * 9999, "errors": ["secret"],
         }
     )  # fmt: skip
-    assert [name for name in found if name.startswith("survival")] == [f"survival/{k}" for k in range(1, 17)]
-    assert found["lossless"] is True and found["finish/length"] == 3 and found["target"] == "models/toy"
-    assert len(found["text"]) == 500
-    assert not {"nan", "none", "rows", "errors", "errors/1"} & found.keys()
+    assert [name for name in numbers if name.startswith("survival")] == [f"survival/{k}" for k in range(1, 17)]
+    assert numbers["lossless"] is True and numbers["finish/length"] == 3 and numbers["target"] == "models/toy"
+    assert len(numbers["text"]) == 500
+    assert not {"nan", "none", "rows", "errors", "errors/1"} & numbers.keys()

@@ -21,11 +21,11 @@ def test_the_table_of_steps_holds_the_text_that_each_step_emitted(tracked):
     tables = metrics.load(tracked)
     steps = shown.steps(tables)
     assert len(steps) == sum(len(metrics.decode_steps(tables.steps, arm)) for arm in metrics.arms(tables))
-    for one in tables.requests.itertuples():
-        own = steps[(steps["request"] == one.request) & (steps["arm"] == one.arm)]
-        letters = sum(len(a) + len(b) for a, b in zip(own["accepted_text"], own["other_text"], strict=True))
-        assert letters == len(one.text) - one.prefill_tokens  # a token is a letter here
-        assert sum(len(text) for text in own["accepted_text"]) <= own["accepted"].sum()
+    for row in tables.requests.itertuples():
+        rows = steps[(steps["request"] == row.request) & (steps["arm"] == row.arm)]
+        letters = sum(len(a) + len(b) for a, b in zip(rows["accepted_text"], rows["other_text"], strict=True))
+        assert letters == len(row.text) - row.prefill_tokens  # a token is a letter here
+        assert sum(len(text) for text in rows["accepted_text"]) <= rows["accepted"].sum()
     assert json.loads(steps["path"].iloc[0]) == list(metrics.decode_steps(tables.steps, "speculative")["path"].iloc[0])
 
 

@@ -30,31 +30,31 @@ def read_back(folder: Path) -> dict[str, list[dict]]:
     (run_folder,) = views(folder)
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run_folder)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
-    found: dict[str, list[dict]] = {}
+    by_type: dict[str, list[dict]] = {}
     for line in printed.splitlines():
         record = json.loads(line)
-        found.setdefault(record["type"], []).append(record[record["type"]])
-    return found
+        by_type.setdefault(record["type"], []).append(record[record["type"]])
+    return by_type
 
 
-def history(found: dict[str, list[dict]]) -> list[dict]:
+def history(records: dict[str, list[dict]]) -> list[dict]:
     """The points and media logged, without when, and without the random names that wandb gives to tables."""
     apart = ("_runtime", "_timestamp", "artifact_path", "_latest_artifact_path")
-    return [{k: v for k, v in one["item"].items() if not k.endswith(apart)} for one in found["history"]]
+    return [{k: v for k, v in record["item"].items() if not k.endswith(apart)} for record in records["history"]]
 
 
-def summary(found: dict[str, list[dict]]) -> dict:
+def summary(records: dict[str, list[dict]]) -> dict:
     """Its last state, nested names with dots."""
     flat = {}
-    for one in found["summary"]:
-        for name, value in one["update"].items():
+    for record in records["summary"]:
+        for name, value in record["update"].items():
             flat[name] = value
             flat |= {f"{name}.{inner}": what for inner, what in value.items()} if isinstance(value, dict) else {}
     return flat
 
 
 def column(points: list[dict], name: str) -> list[float]:
-    return [one[name] for one in points if name in one]
+    return [point[name] for point in points if name in point]
 
 
 def table(folder: Path, name: str) -> pd.DataFrame:
@@ -70,5 +70,5 @@ def killed(tracked: Path, out: Path, groups: int = 99) -> Path:
     tables, recorder = metrics.load(tracked), Recorder(out)
     for number in sorted(set(tables.requests["group"]))[:groups]:
         frames = (tables.rounds, tables.steps, tables.requests)
-        recorder.write(number, *(one[one["group"] == number].to_dict("records") for one in frames))
+        recorder.write(number, *(frame[frame["group"] == number].to_dict("records") for frame in frames))
     return out

@@ -40,10 +40,10 @@ def file(tmp_path):
 
 
 def test_comments_belong_to_the_keys_before_them(file):
-    found = read(file)
-    assert found.head == "What it is, in two lines."
-    assert found.target == "package.Class.load"
-    assert found.settings == (
+    loaded = read(file)
+    assert loaded.head == "What it is, in two lines."
+    assert loaded.target == "package.Class.load"
+    assert loaded.settings == (
         Setting("plain", "1", "a number"),
         Setting("quoted", '"# no comment"', "a text"),
         Setting("empty", '""', "nothing"),
@@ -64,7 +64,7 @@ def test_defaults_are_read_with_their_comments(file):
 
 
 def test_mappings_in_flow_style_are_taken_apart_on_request(file):
-    flat = {one.name: (one.value, one.comment) for one in read(file, flat=True).settings}
+    flat = {setting.name: (setting.value, setting.comment) for setting in read(file, flat=True).settings}
     assert flat["nested.deep.a"] == ("[1, 2]", "") and flat["nested.deep.b"] == ("x", "a mapping")
 
 

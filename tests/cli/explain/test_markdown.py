@@ -23,7 +23,7 @@ def test_the_pages_are_current(written):
 
 def test_every_link_has_a_heading(written):
     for text in written.values():
-        headings = {markdown.slug(one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+        headings = {markdown.slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
         assert {*re.findall(r"\]\(#([^)]*)\)", text)} <= headings
 
 

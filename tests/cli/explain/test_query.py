@@ -33,10 +33,12 @@ def test_an_option_is_found(known, query, group, name):
 
 
 def test_a_key_is_found_in_every_option_that_has_it(known):
-    found = find(known, "proposer.depth")
-    having = {one.name for one in known.group("proposer").options if any(key.name == "depth" for key in one.keys)}
-    assert all(isinstance(one, KeyMatch) and one.path == "proposer.depth" for one in found)
-    listed = [option.name for one in found for option in one.options]
+    matches = find(known, "proposer.depth")
+    having = {
+        option.name for option in known.group("proposer").options if any(key.name == "depth" for key in option.keys)
+    }
+    assert all(isinstance(match, KeyMatch) and match.path == "proposer.depth" for match in matches)
+    listed = [option.name for match in matches for option in match.options]
     assert sorted(listed) == sorted(having) and len(having) > 10
 
 
@@ -51,7 +53,7 @@ def test_a_key_is_found_in_every_option_that_has_it(known):
     ],
 )  # fmt: skip
 def test_a_key_is_found_by_its_name_or_its_end(known, query, paths):
-    assert {one.path for one in find(known, query)} == paths
+    assert {match.path for match in find(known, query)} == paths
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,20 @@ def known():
 
 
 def options(known):
-    return [known.top, *(one for group in known.groups for one in group.options)]
+    return [known.top, *(option for group in known.groups for option in group.options)]
 
 
 def test_every_key_and_every_option_has_a_meaning(known):
-    lacking = [f"{one.file}: {key.name}" for one in options(known) for key in one.keys if not key.meaning]
+    lacking = [f"{option.file}: {key.name}" for option in options(known) for key in option.keys if not key.meaning]
     assert lacking == [], "write a comment behind the key, or describe the argument in the docstring"
-    assert [one.file for one in options(known) if not one.summary] == [], "write a comment above the first key"
+    assert [option.file for option in options(known) if not option.summary] == [], "write a comment above the first key"
     assert [group.name for group in known.groups if not group.summary] == []
 
 
 def test_no_meaning_ends_in_the_middle_of_a_sentence(known):
-    for one in options(known):
-        for key in one.keys:
-            assert not key.meaning.endswith((",", " and", " or", ";")), f"{one.file}: {key.name}"
+    for option in options(known):
+        for key in option.keys:
+            assert not key.meaning.endswith((",", " and", " or", ";")), f"{option.file}: {key.name}"
 
 
 def test_the_keys_are_those_of_the_files(known):
@@ -40,14 +40,14 @@ def test_the_keys_are_those_of_the_files(known):
         file = Path(conf()).parent / option.file
         if option.group == EXPERIMENT:
             continue
-        own = {str(key) for key in OmegaConf.load(file) if str(key) not in ("defaults", "_target_", "_convert_")}
-        own -= {"_recursive_"}
-        assert own <= {key.name for key in option.keys}, file
+        keys = {str(key) for key in OmegaConf.load(file) if str(key) not in ("defaults", "_target_", "_convert_")}
+        keys -= {"_recursive_"}
+        assert keys <= {key.name for key in option.keys}, file
 
 
 def test_every_file_is_an_option(known):
-    files = {one.relative_to(Path(conf()).parent).as_posix() for one in Path(conf()).rglob("*.yaml")}
-    assert {one.file for one in options(known)} == files
+    files = {path.relative_to(Path(conf()).parent).as_posix() for path in Path(conf()).rglob("*.yaml")}
+    assert {option.file for option in options(known)} == files
 
 
 def test_an_option_that_is_based_on_another_has_its_keys_and_meanings(known):
@@ -68,8 +68,8 @@ def test_types_are_those_of_the_signatures(known):
 def test_an_experiment_lists_what_it_sets(known):
     eagle = {key.name: key for key in known.option(EXPERIMENT, "eagle3").keys}
     assert eagle["+proposer@arms.medusa"].default == "medusa" and eagle["proposer"].default == "eagle"
-    own = {key.name: key.meaning for key in known.option("proposer", "medusa").keys}
-    assert eagle["arms.medusa.max_nodes"].meaning == own["max_nodes"], "the meaning is the arm's own"
+    meanings = {key.name: key.meaning for key in known.option("proposer", "medusa").keys}
+    assert eagle["arms.medusa.max_nodes"].meaning == meanings["max_nodes"], "the meaning is the arm's own"
     swept = {key.name: key for key in known.option(EXPERIMENT, "batch_size").keys}["batch_size"]
     assert (swept.type, swept.default) == ("sweep", "1,2,4,8,16")
     recipe = {key.name: key for key in known.option(EXPERIMENT, "train_medusa").keys}
@@ -90,11 +90,11 @@ def test_parts_of_other_groups_have_the_names_of_their_group(path, name):
 def test_folders_of_ones_own_are_added(tmp_path):
     (tmp_path / "proposer").mkdir()
     (tmp_path / "proposer" / "mine.yaml").write_text("# Mine.\n_target_: nowhere.load\ndepth: 3   # levels\n")
-    found = reference([str(tmp_path)])
-    mine = found.option("proposer", "mine")
+    expected = reference([str(tmp_path)])
+    mine = expected.option("proposer", "mine")
     assert (mine.summary, [(key.name, key.type, key.meaning) for key in mine.keys]) == (
         "Mine.", [("depth", "int", "levels")]
     )  # fmt: skip
-    assert found.option("proposer", "medusa")
+    assert expected.option("proposer", "medusa")
     with pytest.raises(FileNotFoundError, match="is not a folder of configs"):
         reference([str(tmp_path / "absent")])

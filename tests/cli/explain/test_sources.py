@@ -95,14 +95,14 @@ def stated(arguments):
 
 
 def test_a_method_is_described_through_imports_bases_and_typed_dicts(sources):
-    found = sources.describe("parts.Renamed.load")
-    assert found.summary == "The made one, in two lines."
-    assert stated(found) == {
+    description = sources.describe("parts.Renamed.load")
+    assert description.summary == "The made one, in two lines."
+    assert stated(description) == {
         "size": ("int", "how large, over two lines."),
         "kind": ("a or b or null", "which one."),
         "width": ("int from 1 to 64 or null", "which one."),
     }
-    assert found.arguments["width"].comment == "which one; from 1 to 64" and not found.open
+    assert description.arguments["width"].comment == "which one; from 1 to 64" and not description.open
     assert "parts" not in sys.modules
 
 
@@ -116,10 +116,10 @@ def test_a_class_has_the_fields_of_a_dataclass(sources):
 
 
 def test_a_function_has_its_own_summary_and_the_values_of_a_literal(sources):
-    found = sources.describe("parts.deep.function")
-    assert found.summary == "A function."
-    types = {name: kind for name, (kind, _) in stated(found).items()}
-    assert types == {"one": "x or 2", "path": "str", "name": "x or y", "more": ""} and found.open
+    description = sources.describe("parts.deep.function")
+    assert description.summary == "A function."
+    types = {name: kind for name, (kind, _) in stated(description).items()}
+    assert types == {"one": "x or 2", "path": "str", "name": "x or y", "more": ""} and description.open
 
 
 @pytest.mark.parametrize("path", ["parts.deep.Absent", "absent.module.load", "parts.kinds.Kind", "parts", ""])

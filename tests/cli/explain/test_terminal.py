@@ -43,8 +43,8 @@ def explain(*arguments, width=80):
 def test_an_answer_has_type_default_meaning_and_file(query, shown):
     code, text = explain(query)
     assert code == 0
-    for one in shown:
-        assert one in text
+    for word in shown:
+        assert word in text
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -31,10 +31,10 @@ ALL = ",".join(map(str, [*range(SEEDS), FAILS]))
 def until(what: Callable[[], object], seconds: float = 120) -> object:
     """Wait until ``what()`` is true; returns it."""
     end = time.monotonic() + seconds
-    while not (found := what()):
+    while not (result := what()):
         assert time.monotonic() < end, f"not within {seconds:g} seconds"
         time.sleep(0.1)
-    return found
+    return result
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def cluster(script: str, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
     command = [sys.executable, ROOT / "scripts" / script]
     try:
         started = subprocess.run([*command, "start", folder, *options], check=True, capture_output=True, text=True)
-        yield folder, dict(one.split("=", 1) for one in shlex.split(started.stdout)[1:])
+        yield folder, dict(word.split("=", 1) for word in shlex.split(started.stdout)[1:])
     finally:
         subprocess.run([*command, "stop", folder], check=True)
         shutil.rmtree(folder)
@@ -78,7 +78,10 @@ class Swept:
         """The runs by seed."""
         if not sweep.is_sweep(self.folder):
             return {}
-        return {next(one[5:] for one in run.overrides if one[:5] == "seed="): run for run in sweep.runs(self.folder)}
+        return {
+            next(override[5:] for override in run.overrides if override[:5] == "seed="): run
+            for run in sweep.runs(self.folder)
+        }
 
     def at_work(self, most: int = GROUPS - 1) -> list[str]:
         """Seeds of runs with at least one finished group and some left."""
@@ -92,8 +95,8 @@ class Swept:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
     """Shared by all test processes: tiny models with prompts, and an undisturbed sweep on them."""
-    place = tmp_path_factory.getbasetemp()
-    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "shared"
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     with FileLock(f"{folder}.lock"):
         if not (folder / "whole").exists():
             zoo = checkpoints.zoo(folder)
@@ -162,8 +165,11 @@ def assert_whole(swept: Swept, undisturbed: dict) -> None:
     table = sweep.collect(swept.folder)
     assert sorted(table[table["arm"] == "speculative"]["seed"]) == list(range(SEEDS))
     for seed in range(SEEDS):
-        found, wanted = load(runs[str(seed)].folder).requests, undisturbed[runs[str(seed)].folder.name]
-        assert not found.duplicated(["group", "arm", "request"]).any()
+        requests, wanted = load(runs[str(seed)].folder).requests, undisturbed[runs[str(seed)].folder.name]
+        assert not requests.duplicated(["group", "arm", "request"]).any()
         assert_frame_equal(
-            *(one.drop(columns=TIMES).sort_values(["group", "arm"], ignore_index=True) for one in (found, wanted))
+            *(
+                table.drop(columns=TIMES).sort_values(["group", "arm"], ignore_index=True)
+                for table in (requests, wanted)
+            )
         )

@@ -28,7 +28,7 @@ class Scripted:
         self.taken = []
 
     def living(self):
-        return [one.folder.name for one in sweep.runs(Path("swept")) if {*one.overrides} & {*self.alive}]
+        return [run.folder.name for run in sweep.runs(Path("swept")) if {*run.overrides} & {*self.alive}]
 
     def launch(self, jobs, names):
         living = self.living()

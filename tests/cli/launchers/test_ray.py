@@ -33,14 +33,14 @@ def on(nodes, swept):
 
 def workers(folder: str) -> list[int]:
     """Worker processes of the cluster that run jobs (Ray puts the job into the process title)."""
-    found = []
-    for one in Path("/proc").glob("[0-9]*"):
+    pids = []
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if (one / "cmdline").read_bytes().startswith(b"ray::_carry") and folder in (one / "environ").read_text():
-                found.append(int(one.name))
+            if (path / "cmdline").read_bytes().startswith(b"ray::_carry") and folder in (path / "environ").read_text():
+                pids.append(int(path.name))
         except (OSError, UnicodeDecodeError):
             continue
-    return found
+    return pids
 
 
 def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, undisturbed):

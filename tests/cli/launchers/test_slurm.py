@@ -54,15 +54,15 @@ def process(job: str) -> int:
     """The Python process of a job of this cluster."""
     array, _, task = job.partition("_")
     wanted = {"SLURM_CONF": os.environ["SLURM_CONF"], "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task}
-    for one in Path("/proc").glob("[0-9]*"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            given = dict(line.partition("=")[::2] for line in (one / "environ").read_text().split("\0"))
-            python = b"submitit.core._submit" in (one / "cmdline").read_bytes()
-            python = python and "srun" not in (one / "comm").read_text()
+            given = dict(line.partition("=")[::2] for line in (path / "environ").read_text().split("\0"))
+            python = b"submitit.core._submit" in (path / "cmdline").read_bytes()
+            python = python and "srun" not in (path / "comm").read_text()
         except (OSError, UnicodeDecodeError):
             continue
         if python and wanted.items() <= given.items():
-            return int(one.name)
+            return int(path.name)
     raise AssertionError(f"job {job} has no process")
 
 

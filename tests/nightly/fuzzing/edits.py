@@ -68,14 +68,14 @@ def read(file: Path) -> Any:
 def write(file: Path, value: Any) -> None:
     """Put another document into a file."""
     if file.suffix == ".jsonl" and isinstance(value, list):
-        file.write_text("".join(json.dumps(one) + "\n" for one in value))
+        file.write_text("".join(json.dumps(item) + "\n" for item in value))
     elif file.suffix == ".safetensors":
         content, header = file.read_bytes(), json.dumps(value).encode()
         weights = content[8 + struct.unpack("<Q", content[:8])[0] :]
         file.write_bytes(struct.pack("<Q", len(header)) + header + weights)
     elif file.suffix == ".parquet" and isinstance(value, dict):
-        length = max((len(one) for one in value.values() if isinstance(one, list)), default=0)
-        pq.write_table(pa.table({str(name): _column(one, length) for name, one in value.items()}), file)
+        length = max((len(column) for column in value.values() if isinstance(column, list)), default=0)
+        pq.write_table(pa.table({str(name): _column(column, length) for name, column in value.items()}), file)
     else:
         file.write_text(json.dumps(value))
 
@@ -87,49 +87,49 @@ def _column(values: Any, length: int) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError, UnicodeError):
-        return pa.array([ascii(one) for one in values])
+        return pa.array([ascii(value) for value in values])
 
 
 @cache
 def places(file: Path) -> tuple[tuple[Any, ...], ...]:
     """The paths of the parts of a document; of a long list those of the first and the last ones."""
-    found, left = [], [((), read(file))]
+    steps, left = [], [((), read(file))]
     while left:
         path, value = left.pop()
-        found.append(path)
+        steps.append(path)
         keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
         left += [
             ((*path, key), value[key]) for key in (*keys[:60], *keys[60:][-1:])[: 3 if isinstance(value, list) else 61]
         ]
-    return tuple(reversed(found))
+    return tuple(reversed(steps))
 
 
 @st.composite
 def edits(draw: Any, folder: Path, files: str, keys: tuple[str, ...] = (), most: int = 3) -> list[list[Any]]:
     """Edits of the files that a pattern finds in a folder; ``keys`` are names that readers look for."""
-    paths = sorted(one for one in folder.glob(files) if one.is_file())
-    found = []
+    paths = sorted(path for path in folder.glob(files) if path.is_file())
+    choices = []
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, most]))):
         file = draw(st.sampled_from(paths))
         name, kind = str(file.relative_to(folder)), draw(st.integers(0, 19))
         if kind < 14 and file.suffix in DOCUMENTS:
             path = list(draw(st.sampled_from(places(file))))
             if kind == 0:
-                found.append(["nest", name, path, draw(st.sampled_from([1, 3, 40, 400]))])
+                choices.append(["nest", name, path, draw(st.sampled_from([1, 3, 40, 400]))])
             elif kind < 3 and path:
-                found.append(["drop", name, path])
+                choices.append(["drop", name, path])
             else:
                 path += [draw(st.sampled_from(keys) | st.text(max_size=10))] if keys and kind < 6 else []
-                found.append(["set", name, path, draw(VALUES)])
+                choices.append(["set", name, path, draw(VALUES)])
         elif kind == 18:
-            found.append(["text", name, *draw(TEXTS)])
+            choices.append(["text", name, *draw(TEXTS)])
         elif kind == 19:
             target = draw(st.sampled_from([f"{OUTSIDE}/mine", OUTSIDE, "/dev/zero", "/dev/stdin", name]))
-            found.append(["node", name, draw(st.sampled_from(["link", "pipe", "folder", "nothing"])), target])
+            choices.append(["node", name, draw(st.sampled_from(["link", "pipe", "folder", "nothing"])), target])
         else:
             removed, inserted = draw(st.sampled_from([0, 1, 4, 100, 10**9])), draw(st.binary(max_size=12))
-            found.append(["splice", name, draw(st.floats(0, 1)), removed, inserted.hex()])
-    return found
+            choices.append(["splice", name, draw(st.floats(0, 1)), removed, inserted.hex()])
+    return choices
 
 
 def apply(edit: list[Any], folder: Path) -> None:

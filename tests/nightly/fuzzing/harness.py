@@ -83,9 +83,9 @@ def fault(code: int, output: str) -> str:
     """How an outcome breaks the rule; empty if it does not."""
     if "Traceback (most recent call" in output:
         return f"a traceback: {' '.join(ERROR.findall(output)[-1:])}"[:80]
-    if found := BARE.search(re.sub(r"\(.*\)", "", output)):
-        return f"a bare message: {found[0].strip()}"
-    if any(ord(one) < 32 and one not in "\n\t\r" for one in output):
+    if match := BARE.search(re.sub(r"\(.*\)", "", output)):
+        return f"a bare message: {match[0].strip()}"
+    if any(ord(character) < 32 and character not in "\n\t\r" for character in output):
         return "control characters are printed"
     if code not in (0, 1, 2, 130):
         return f"exit code {code}"
@@ -101,11 +101,11 @@ class Worker:
         place: an empty folder for the copies of it.
     """
 
-    def __init__(self, target: Target, valid: Path, place: Path) -> None:
-        self.target, self.valid, self.place = target, valid, place
+    def __init__(self, target: Target, valid: Path, folder: Path) -> None:
+        self.target, self.valid, self.place = target, valid, folder
         self.process: Any = None
 
-    def try_out(self, one: Input) -> tuple[str, str]:
+    def try_out(self, tried: Input) -> tuple[str, str]:
         """How an input breaks the rule (empty if it does not), and the output."""
         case, log = self.place / "case", self.place / "output.txt"
         self._prepare(case)
@@ -116,7 +116,7 @@ class Worker:
             self.process = context.Process(target=_work, args=(self.target, self.pipe, inner, case, log))
             self.process.start()
             inner.close()
-        self.pipe.send(one)
+        self.pipe.send(tried)
         try:
             code = self.pipe.recv() if self.pipe.poll(SECONDS) else None
         except EOFError:
@@ -145,7 +145,7 @@ class Worker:
         (outside / "mine").write_text("mine")
 
     def _outside(self) -> dict[str, str]:
-        return {one.name: one.read_text() if one.is_file() else "" for one in (self.place / "outside").iterdir()}
+        return {path.name: path.read_text() if path.is_file() else "" for path in (self.place / "outside").iterdir()}
 
 
 def _work(target: Target, outer: Any, pipe: Any, case: Path, log: Path) -> None:
@@ -163,7 +163,7 @@ def _work(target: Target, outer: Any, pipe: Any, case: Path, log: Path) -> None:
     sys.addaudithook(_watch(case.resolve(), log.resolve()))
     with suppress(EOFError):
         while True:
-            one = pipe.recv()
+            message = pipe.recv()
             used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
             resource.setrlimit(resource.RLIMIT_CPU, (int(used) + CPU_SECONDS, resource.RLIM_INFINITY))
             os.chdir(case)
@@ -172,16 +172,16 @@ def _work(target: Target, outer: Any, pipe: Any, case: Path, log: Path) -> None:
                 os.dup2(stdout, number)
             os.close(stdout)
             sys.stdout = sys.stderr = open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            pipe.send(_outcome(target, one, case))
+            pipe.send(_outcome(target, message, case))
             os.chdir(case.parent)
 
 
-def _outcome(target: Target, one: Input, case: Path) -> int:
+def _outcome(target: Target, tried: Input, case: Path) -> int:
     """Carry out an input; the exit code as the interpreter's would be. What it prints is the output."""
-    for edit in one["edits"]:
+    for edit in tried["edits"]:
         apply(edit, case)
     try:
-        code: Any = target.feed(one["arguments"])
+        code: Any = target.feed(tried["arguments"])
     except SystemExit as left:
         code = left.code
     except BaseException:
@@ -194,27 +194,27 @@ def _outcome(target: Target, one: Input, case: Path) -> int:
     return int(code or 0)
 
 
-def _watch(*own: Path) -> Callable[[str, tuple[Any, ...]], None]:
+def _watch(*writable: Path) -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook that prints a fault for what is written elsewhere, for programs and for connections to others."""
-    places = (*own, os.environ["SPEC_LAB_CACHE"], "/dev", "/proc/self", Path(gettempdir(), gettempprefix()))
-    allowed = tuple(os.path.realpath(one) for one in places)
+    places = (*writable, os.environ["SPEC_LAB_CACHE"], "/dev", "/proc/self", Path(gettempdir(), gettempprefix()))
+    allowed = tuple(os.path.realpath(path) for path in places)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        found = []
+        paths = []
         if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            found = [arguments[0]]
+            paths = [arguments[0]]
         elif event in ("os.rename", "os.link"):
-            found = [arguments[0], arguments[1]]
+            paths = [arguments[0], arguments[1]]
         elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "os.symlink"):
-            found = [arguments[event == "os.symlink"]] if event != "os.mkdir" or not os.path.isdir(arguments[0]) else []
+            paths = [arguments[event == "os.symlink"]] if event != "os.mkdir" or not os.path.isdir(arguments[0]) else []
         elif event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect") and not any(
-            own in str(arguments) for own in ("wandb", "127.0.0.1", "spec_lab.text.template_sandbox")
+            word in str(arguments) for word in ("wandb", "127.0.0.1", "spec_lab.text.template_sandbox")
         ):
             print(f"FAULT: {event} {arguments[:2]}", file=sys.stderr)
-        for one in map(os.fsdecode, (path for path in found if isinstance(path, str | bytes | os.PathLike))):
-            folder, name = os.path.split(os.path.realpath(one) if event == "open" else os.path.abspath(one))
-            if not (place := os.path.join(os.path.realpath(folder), name)).startswith(allowed):
-                print(f"FAULT: {event} {place}", file=sys.stderr)
+        for path in map(os.fsdecode, (path for path in paths if isinstance(path, str | bytes | os.PathLike))):
+            folder, name = os.path.split(os.path.realpath(path) if event == "open" else os.path.abspath(path))
+            if not (real := os.path.join(os.path.realpath(folder), name)).startswith(allowed):
+                print(f"FAULT: {event} {real}", file=sys.stderr)
 
     return hook
 
@@ -224,25 +224,25 @@ def explore(name: str, worker: Worker, seconds: float, folder: Path) -> tuple[li
 
     Each input at fault is made smaller and saved.
     """
-    ends, found, tried = time.monotonic() + seconds, dict[str, str](), 0
+    ends, faults, tried = time.monotonic() + seconds, dict[str, str](), 0
 
-    def attempt(one: Input) -> None:
+    def attempt(candidate: Input) -> None:
         nonlocal tried
-        if time.monotonic() > ends or len(found) == MOST_FAULTS:
+        if time.monotonic() > ends or len(faults) == MOST_FAULTS:
             return
         tried += 1
-        how, output = worker.try_out(json.loads(json.dumps(one)))
-        if how and (signature := f"{how} {_where(output)}") not in found:
-            small = one if how == ENDED else smaller(one, lambda other: worker.try_out(other)[0] == how)
+        how, output = worker.try_out(json.loads(json.dumps(candidate)))
+        if how and (signature := f"{how} {_where(output)}") not in faults:
+            small = candidate if how == ENDED else smaller(candidate, lambda other: worker.try_out(other)[0] == how)
             file = folder / name / f"{sha256(json.dumps(small).encode()).hexdigest()[:12]}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(small, indent=1))
-            found[signature] = (
+            faults[signature] = (
                 f"{how}\n{json.dumps(small)[:1500]}\n{output[-1500:]}\nReproduce: {command(name, folder)}"
             )
 
     batch = 0
-    while time.monotonic() < ends and len(found) < MOST_FAULTS:
+    while time.monotonic() < ends and len(faults) < MOST_FAULTS:
         test = given(worker.target.inputs(worker.valid))(attempt)
         test = settings(
             max_examples=100, database=None, deadline=None, derandomize=False, phases=[Phase.generate],
@@ -250,8 +250,8 @@ def explore(name: str, worker: Worker, seconds: float, folder: Path) -> tuple[li
         )(test)  # fmt: skip
         hypothesis.seed(f"{SEED} {name} {batch}")(test)()
         batch += 1
-    print(f"{name}: seed {SEED}, {tried} inputs in {seconds:.0f} s, {len(found)} faults")
-    return list(found.values()), tried
+    print(f"{name}: seed {SEED}, {tried} inputs in {seconds:.0f} s, {len(faults)} faults")
+    return list(faults.values()), tried
 
 
 def _where(output: str) -> str:
@@ -260,13 +260,13 @@ def _where(output: str) -> str:
     return ":".join(places[-1]) if places else ""
 
 
-def smaller(one: Input, fails: Callable[[Input], bool]) -> Input:
+def smaller(candidate: Input, fails: Callable[[Input], bool]) -> Input:
     """The input without the edits that it fails without as well."""
-    for place in reversed(range(len(one["edits"]))):
-        other = one | {"edits": one["edits"][:place] + one["edits"][place + 1 :]}
+    for index in reversed(range(len(candidate["edits"]))):
+        other = candidate | {"edits": candidate["edits"][:index] + candidate["edits"][index + 1 :]}
         if fails(other):
-            one = other
-    return one
+            candidate = other
+    return candidate
 
 
 def command(name: str, folder: Path) -> str:

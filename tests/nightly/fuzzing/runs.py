@@ -35,32 +35,32 @@ def make_options(folder: Path) -> None:
 @cache
 def leaves() -> list[tuple[str, str, str]]:
     """Every option: its group, the file of the group, and its name."""
-    found = [("", "", one) for one in sorted(top_level_options() - {"output_dir"})]
+    keys = [("", "", option) for option in sorted(top_level_options() - {"output_dir"})]
     for file in sorted(Path(conf()).glob("*/*.yaml")):
         if (group := file.parent.name) not in ("experiment", "hydra"):
-            found += [(group, file.stem, f"{group}.{key}") for key in OmegaConf.load(file) if key != "defaults"]
-    return found
+            keys += [(group, file.stem, f"{group}.{key}") for key in OmegaConf.load(file) if key != "defaults"]
+    return keys
 
 
 @st.composite
 def option_inputs(draw: Any, _: Path) -> Input:
     if draw(st.integers(0, 9)) == 0:
         text = draw(st.sampled_from(WORDS["yaml"]) | st.text(max_size=60))
-        base = [one for one in SHORT if not one.startswith("proposer")]
+        base = [option for option in SHORT if not option.startswith("proposer")]
         edits = [["text", "own/proposer/mine.yaml", text, 1]]
         if draw(st.booleans()):  # through another one, that includes it
             chosen = draw(st.sampled_from(WORDS["including"]))
             edits.append(["text", f"own/{chosen[0]}.yaml", chosen[1], 1])
             return {"edits": edits, "arguments": ["--config-dir=own", *base, *chosen[2:]]}
         return {"edits": edits, "arguments": ["--config-dir=own", *base, "proposer=mine"]}
-    text = st.text(CHARACTERS.filter(lambda one: one != "\0"), max_size=20)
+    text = st.text(CHARACTERS.filter(lambda character: character != "\0"), max_size=20)
     values = st.sampled_from(WORDS["option"]) | text
     if draw(st.integers(0, 9)) == 0:  # whole numbers are valid and take too long, or start workers
         option, more = draw(st.sampled_from(WORDS["swept"]))
-        value = draw(values.filter(lambda one: not re.fullmatch(r"-?\d+", one)))
+        value = draw(values.filter(lambda written: not re.fullmatch(r"-?\d+", written)))
         return {"edits": [], "arguments": ["--multirun", *SHORT, "seed=range(0,3)", *more, f"{option}={value}"]}
     group, name, option = draw(st.sampled_from(leaves()))
-    base = [one for one in SHORT if one.split("=")[0] != group]
+    base = [option for option in SHORT if option.split("=")[0] != group]
     base += [f"{group}={name}", *WORDS["required"].get(name, [])] if group else []
     value = draw(st.sampled_from(WORDS["called"]) if option.endswith("_target_") else values)
     return {"edits": [], "arguments": [*base, draw(st.sampled_from(WORDS["form"])).format(option, value)]}
@@ -72,7 +72,7 @@ def feed_options(arguments: list[str]) -> int:
     with redirect_stdout(said), redirect_stderr(said):
         code = exit_code(arguments)
     print(said.getvalue())
-    left = {one.name for one in Path("out").glob("*")}
+    left = {path.name for path in Path("out").glob("*")}
     if code and left and not left & {"summary.json", "certificate.json", "parts"}:
         print(f"FAULT: files are left: {sorted(left)}")
     option = re.match(r"(?:\w+\.)*(\w+)=", arguments[-1])

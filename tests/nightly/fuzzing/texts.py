@@ -24,7 +24,7 @@ Inputs = st.SearchStrategy[Input]
 def write_lines(folder: Path, records: dict[str, Any]) -> None:
     """Write JSON Lines files by their names without an ending."""
     for name, lines in records.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 # Prompts and chat templates ------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def make_prompts(folder: Path) -> None:
 def prompt_inputs(folder: Path) -> Inputs:
     def of(file: str) -> Inputs:
         name = Path(file).stem
-        one = st.sampled_from(OPTIONS).flatmap(lambda key: VALUES.map(lambda value: {key: value}))
+        options = st.sampled_from(OPTIONS).flatmap(lambda key: VALUES.map(lambda value: {key: value}))
         templated = {} if name == "jsonl" else {"template": "template.jinja"}
         usual = st.sampled_from([{}, templated, templated and {"template": "none"}])
         tools = templated | {"tools": "tools.json"} if name == "chat" else {}
@@ -55,7 +55,7 @@ def prompt_inputs(folder: Path) -> Inputs:
         return st.one_of(
             inputs(edits(folder, file, WORDS["prompt"]), usual.map(lambda given: [name, file, given])),
             inputs(edits(folder, file, WORDS["prompt"]), usual.map(lambda given: [name, file, given])),
-            inputs(st.just([]), one.map(lambda given: [name, file, given])),
+            inputs(st.just([]), options.map(lambda given: [name, file, given])),
             inputs(jinja, st.just([name, file, templated])),
             inputs(BOMBS.map(lambda bomb: [["gzip", f"{file}.gz", *bomb]]), st.just([name, f"{file}.gz", {}])),
             inputs(edits(folder, "tools.json"), st.just([name, file, tools])),
@@ -67,17 +67,17 @@ def prompt_inputs(folder: Path) -> Inputs:
 def read_prompts(name: str, file: str, options: dict[str, Any]) -> None:
     """Read a file, and encode the turns of its prompts as a run does."""
     if name == "jsonl":
-        found = plain.jsonl(file, **{key: value for key, value in options.items() if key == "limit"})
+        prompts = plain.jsonl(file, **{key: value for key, value in options.items() if key == "limit"})
     elif name == "chat":
-        found = conversations.chat(file, **options)
+        prompts = conversations.chat(file, **options)
     else:
-        found = datasets.load(name, file, **{key: value for key, value in options.items() if key != "tools"})
-    plain.digest(found)
-    for one in found[:20]:
-        for turn in range(min(one.turns, 3)):
-            plain.encode_turn(one, sound().tokenizer, sound().context, 100, SAID[:turn])
-            if one.checker:
-                check(one.checker, SAID[turn % 2], one.answer, one.text)
+        prompts = datasets.load(name, file, **{key: value for key, value in options.items() if key != "tools"})
+    plain.digest(prompts)
+    for prompt in prompts[:20]:
+        for turn in range(min(prompt.turns, 3)):
+            plain.encode_turn(prompt, sound().tokenizer, sound().context, 100, SAID[:turn])
+            if prompt.checker:
+                check(prompt.checker, SAID[turn % 2], prompt.answer, prompt.text)
 
 
 # Constraints ---------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def make_checkpoints(folder: Path) -> None:
         "dspark": dspark(width, vocabulary, (0, depth - 1), mask=vocabulary),
     }.items():  # fmt: skip
         config, tensors = made
-        written(folder / name, config, {key: one.clone() for key, one in tensors.items()})
+        written(folder / name, config, {key: tensor.clone() for key, tensor in tensors.items()})
     for name, load in LOADED.items():
         decode(sound(), load(sound(), str(folder / name)))
 
@@ -65,7 +65,7 @@ def make_checkpoints(folder: Path) -> None:
 def checkpoint_inputs(folder: Path) -> st.SearchStrategy[Input]:
     def of(name: str) -> st.SearchStrategy[Input]:
         files = f"{name}/config.json", f"{name}/*.json", f"{name}/*"
-        return inputs(st.one_of([edits(folder, one, WORDS["config"]) for one in files]), st.just([name]))
+        return inputs(st.one_of([edits(folder, file, WORDS["config"]) for file in files]), st.just([name]))
 
     return st.sampled_from(["target"] * 6 + sorted(LOADED)).flatmap(of)
 
@@ -121,7 +121,7 @@ def feed_conversions(arguments: list[Any]) -> int:
         return refusing(lambda: read_gguf_tokenizer(read_gguf(Path("model.gguf"))).encode("a b"))([])
     if arguments == ["store"]:
         return refusing(lambda: decode(sound(), Suffix.load(sound(), store="store", own=False, shared=0)))([])
-    if (code := exit_code(arguments)) and any(Path(one).exists() for one in ("out", "out.gguf")):
+    if (code := exit_code(arguments)) and any(Path(name).exists() for name in ("out", "out.gguf")):
         print("FAULT: files are left")
     return code
 

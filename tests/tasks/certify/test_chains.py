@@ -45,10 +45,10 @@ class Pairs(Uniform):
 
 @pytest.mark.nightly
 def test_chains_are_enumerated_and_nothing_else():
-    chosen = [one for one in every_instance() if one.chain]
+    chosen = [instance for instance in every_instance() if instance.chain]
     assert 20 < len(chosen) < len(every_instance())
     proof = prove("iid", Straight(), QUICK)
-    assert [one.instance for one in proof.findings] == [one.name for one in QUICK if one.chain]
+    assert [finding.instance for finding in proof.findings] == [instance.name for instance in QUICK if instance.chain]
     assert proof.failure is None and not proof.missing
     assert in_short(draft_model("1x1"), Straight())["certified"] == "quick"
 
@@ -59,12 +59,14 @@ def test_a_chain_verifier_that_is_wrong_is_found():
 
 def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
     shipped = draft_model("2x1"), NgramTree(4, 2, 2, 1)
-    for one in shipped:
-        with pytest.raises(ValueError, match=f"'straight' .*chains.* '{one.name}' drafts"):
-            check_pair(one.name, one.drawn, Straight(), one.branches)
-        check_pair(one.name, one.drawn, Token(), one.branches)
-    for one in (draft_model("1x1x1"), Ngram(3, 2, 1), Null()):
-        assert one.branches is False and misfit(one.name, one.drawn, Straight(), one.branches) is None
+    for proposer in shipped:
+        with pytest.raises(ValueError, match=f"'straight' .*chains.* '{proposer.name}' drafts"):
+            check_pair(proposer.name, proposer.drawn, Straight(), proposer.branches)
+        check_pair(proposer.name, proposer.drawn, Token(), proposer.branches)
+    for proposer in (draft_model("1x1x1"), Ngram(3, 2, 1), Null()):
+        assert (
+            proposer.branches is False and misfit(proposer.name, proposer.drawn, Straight(), proposer.branches) is None
+        )
     assert Pairs().branches is None and Uniform().branches is False, "one node is a chain"
 
 

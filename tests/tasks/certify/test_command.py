@@ -52,14 +52,14 @@ def certificate(tmp_path):
 def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     code, output, errors = flat_cli(*NGRAM, "task.samples=600")
     assert code == 0, errors
-    found = certificate()
-    assert found["complete"] is True and found["certified"] is True and found["failed"] == []
-    assert found["worst_tv"] < 1e-12
-    assert found["instances"] == [one.name for one in every_instance()]
-    assert found["seed"] == 0 and found["sampling"]["temperature"] == 1
-    assert {"commit", "versions", "machine", "threads", "weights_sha256", "alpha", "power"} <= set(found)
-    assert found["weights_sha256"]["target"] and found["versions"]["torch"]
-    (pair,) = found["pairs"]
+    written = certificate()
+    assert written["complete"] is True and written["certified"] is True and written["failed"] == []
+    assert written["worst_tv"] < 1e-12
+    assert written["instances"] == [instance.name for instance in every_instance()]
+    assert written["seed"] == 0 and written["sampling"]["temperature"] == 1
+    assert {"commit", "versions", "machine", "threads", "weights_sha256", "alpha", "power"} <= set(written)
+    assert written["weights_sha256"]["target"] and written["versions"]["torch"]
+    (pair,) = written["pairs"]
     assert (pair["proposer"], pair["drawn"], pair["verifier"]) == ("ngram", "point", "token")
     assert pair["certified"] == "exact" and pair["declared_lossless"] is True and pair["failed"] is None
     assert pair["exact"]["instances"] == len(every_instance()) and pair["exact"]["drafts"] == "proposer"
@@ -67,7 +67,7 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     assert [check["name"] for check in pair["sampled"]] == names
     assert [check["samples"] for check in pair["sampled"]][::2] == [600, 40]
     assert pair["rejected"] == []
-    assert found["control"]["p_value"] < 1e-6
+    assert written["control"]["p_value"] < 1e-6
     assert json.loads((tmp_path / "here" / "manifest.json").read_text())["config"]["task"]["samples"] == 600
     assert "ngram point token lossless, proved" in output
     assert f"Certificate and figure: {tmp_path / 'here'}" in output
@@ -76,11 +76,11 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
 def test_a_proposer_that_drafts_nothing_is_not_certified(flat_cli, certificate):
     longest = ["proposer.min_ngram=20", "proposer.max_ngram=20"]
     code, output, _ = flat_cli(*NGRAM, *longest, "task.samples=2000", "task.tokens=400")
-    found = certificate()
-    (pair,) = found["pairs"]
+    written = certificate()
+    (pair,) = written["pairs"]
     assert pair["exact"]["drafted"] == 0 and {check["drafted"] for check in pair["sampled"]} == {0}
     assert min(check["detectable"] for check in pair["sampled"]) < 0.15, "enough samples, had it drafted"
-    assert pair["certified"] is None and found["certified"] is False and code == 1
+    assert pair["certified"] is None and written["certified"] is False and code == 1
     assert "'ngram' drafted no token" in pair["failed"] and "lossless" not in pair["result"]
     assert "'ngram' drafted no token" in output
 
@@ -89,10 +89,10 @@ def test_a_proposer_that_drafts_nothing_is_not_certified(flat_cli, certificate):
 @pytest.mark.usefixtures("thorough")
 def test_the_run_s_own_sampling_is_certified_if_it_is_random(flat_cli, certificate):
     assert flat_cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
-    found = certificate()
-    assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.7, 2)
-    assert found["pairs"][0]["exact"]["instances"] == len(every_instance()) + len(LOOPS)
-    assert found["certified"] is True
+    written = certificate()
+    assert (written["sampling"]["temperature"], written["sampling"]["top_k"]) == (0.7, 2)
+    assert written["pairs"][0]["exact"]["instances"] == len(every_instance()) + len(LOOPS)
+    assert written["certified"] is True
 
 
 # Many pairs
@@ -114,9 +114,9 @@ def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cl
 def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, certificate):
     code, output, errors = flat_cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
     assert code == 0, errors
-    found = certificate()
-    assert found["certified"] is None and found["worst_tv"] is None, "nothing here declares itself lossless"
-    for pair in found["pairs"]:
+    written = certificate()
+    assert written["certified"] is None and written["worst_tv"] is None, "nothing here declares itself lossless"
+    for pair in written["pairs"]:
         assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.01
         assert [check["name"] for check in pair["sampled"]] == ["joint distribution of four tokens"]
     assert "relaxed lossy" in output and "typical lossy" in output and "FAILS" not in output
@@ -231,9 +231,9 @@ def mine(tmp_path, monkeypatch):
 def test_a_verifier_wrongly_declared_lossless_fails_and_the_first_wrong_text_is_named(flat_cli, certificate, mine):
     code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
     assert code == 1, errors
-    found = certificate()
-    assert found["complete"] is True and found["certified"] is False
-    (why,) = found["failed"]
+    written = certificate()
+    assert written["complete"] is True and written["certified"] is False
+    (why,) = written["failed"]
     assert why.startswith("ngram (point), mine: after [")
     assert "FAILS: ngram (point), mine: after [" in output and "] token " in output and "has probability" in output
     assert "Traceback" not in errors
@@ -276,6 +276,6 @@ def test_too_few_samples_certify_nothing(flat_cli, certificate):
     """The control, a wrong verifier, is not detected either: the run prints that and fails."""
     code, output, _ = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
     assert code == 1
-    found = certificate()
-    assert found["certified"] is False and found["pairs"][0]["certified"] is None
+    written = certificate()
+    assert written["certified"] is False and written["pairs"][0]["certified"] is None
     assert "The control was not detected" in output

@@ -79,8 +79,8 @@ def test_one_script_makes_the_choices_of_every_request():
 
 def test_weights_need_not_sum_to_one():
     weights = torch.tensor([[3.0, 0.0, 1.0]])
-    found = {int(one[0]): mass for mass, one in explore(lambda draws: draws.pick(weights, [keyed(0, 0)]))}
-    assert found == pytest.approx({0: 0.75, 2: 0.25})
+    masses = {int(outcome[0]): mass for mass, outcome in explore(lambda draws: draws.pick(weights, [keyed(0, 0)]))}
+    assert masses == pytest.approx({0: 0.75, 2: 0.25})
 
 
 def test_a_single_possibility_is_no_choice():
@@ -102,11 +102,9 @@ def test_a_key_that_is_used_twice_is_found_even_where_there_is_one_possibility()
 
 
 def test_keys_of_other_purposes_steps_branches_and_indices_are_other_choices():
-    script, one = Script(), keyed(0, 0)
-    for key in (
-        one, one._replace(purpose=Purpose.STOP), one._replace(step=1), one._replace(branch=1), one._replace(index=1),
-    ):  # fmt: skip
-        script.choose(np.ones(2), key)
+    script, first = Script(), keyed(0, 0)
+    for changes in ({}, {"purpose": Purpose.STOP}, {"step": 1}, {"branch": 1}, {"index": 1}):
+        script.choose(np.ones(2), first._replace(**changes))
 
 
 def test_gumbel_noise_is_refused():

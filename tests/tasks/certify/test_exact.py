@@ -75,11 +75,11 @@ def medusa(trunk, own_lm_heads=False):
 
 
 def union(*parts, **options):
-    return Union.load(TARGET, {str(n): one for n, one in enumerate(parts)}, **options)
+    return Union.load(TARGET, {str(n): part for n, part in enumerate(parts)}, **options)
 
 
 def best_of(*parts, **options):
-    return BestOf.load(TARGET, {str(n): one for n, one in enumerate(parts)}, **options)
+    return BestOf.load(TARGET, {str(n): part for n, part in enumerate(parts)}, **options)
 
 
 def cascade(inner, verifier=None, **options):
@@ -102,8 +102,8 @@ def mtp(settings, tree, drawn):
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "mtp")
 
 
-def block(tree, drawn, size, **own):
-    settings = BlockSettings(small_layer(4), 4, 4, 4, (0, 1), block_size=size, mask_token=3, **own)
+def block(tree, drawn, size, **more):
+    settings = BlockSettings(small_layer(4), 4, 4, 4, (0, 1), block_size=size, mask_token=3, **more)
     return BlockDrafter(random_network(BlockNetwork(settings), TARGET), TARGET, TreePlan(parse(tree), drawn))
 
 
@@ -223,7 +223,7 @@ def require_exact(proof: Proof):
     assert proof.failure is None, proof.failure.wrong
     assert proof.missing == ()
     assert proof.worst.tv < 1e-12
-    assert all(abs(one.mass - 1) < 1e-12 for one in proof.findings)
+    assert all(abs(finding.mass - 1) < 1e-12 for finding in proof.findings)
 
 
 @pytest.mark.one_in(2)
@@ -234,12 +234,12 @@ def test_traversal_verification_is_exact_for_sampled_nodes_beside_points(exclude
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda value: getattr(value, "name", value))
 def test_every_lossless_verifier_is(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
     require_exact(proof)
     assert proof.drafts == "reference"
-    assert [one.instance for one in proof.findings] == [one.name for one in QUICK]
+    assert [finding.instance for finding in proof.findings] == [instance.name for instance in QUICK]
     assert grade(proof, verifier.lossless) == "exact"
 
 
@@ -267,7 +267,7 @@ def factory(proposer):
 
 def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
-    mine = {factory(one) for one in PROPOSERS.values()}
+    mine = {factory(proposer) for proposer in PROPOSERS.values()}
     assert {name.replace("null.Null", "Null") for name in mine} == shipped
 
 
@@ -284,7 +284,7 @@ def test_drafts_are_the_proposer_s_own():
     """Each drafts differently, so different outcomes are enumerated and different numbers of tokens accepted."""
     different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
     different += ["PARD tree without", "block chain", "block with Markov head, chain"]
-    means = {name: [one.accepted for one in proved(name).findings] for name in different}
+    means = {name: [finding.accepted for finding in proved(name).findings] for name in different}
     assert means["none"] == [0.0] * len(QUICK)
     assert means["chain, confident"][1:2] == means["chain"][1:2]  # "2": one level, nothing to end early
     assert len({tuple(np.round(means[name], 9)) for name in different}) == len(different)
@@ -292,10 +292,10 @@ def test_drafts_are_the_proposer_s_own():
 
 def test_the_instances_cover_what_small_instances_miss():
     """V = 5, depth 3, uneven siblings, stop tokens: V = 2 and depth 1 hide whole classes of faults."""
-    assert {one.toy.v for one in STEPS} == {4, 5}
-    assert {"1x1x1", "2x2", "3x1"} < {one.tree for one in STEPS}
-    assert any(one.stop for one in LOOPS) and all(one.tokens >= 2 for one in LOOPS)
-    assert len({one.name for one in STEPS + LOOPS}) == len(STEPS + LOOPS)
+    assert {instance.toy.v for instance in STEPS} == {4, 5}
+    assert {"1x1x1", "2x2", "3x1"} < {instance.tree for instance in STEPS}
+    assert any(instance.stop for instance in LOOPS) and all(instance.tokens >= 2 for instance in LOOPS)
+    assert len({instance.name for instance in STEPS + LOOPS}) == len(STEPS + LOOPS)
 
 
 @pytest.mark.one_in(2)
@@ -305,16 +305,16 @@ def test_the_run_s_own_sampling_is_enumerated(sampling):
 
 
 def test_a_chain_of_sampled_tokens_is_enumerated_at_temperature_0_where_the_toy_s_tree_branches():
-    branching = next(one for one in LOOPS if not one.chain)
-    found = examine(branching, draft_model("1x1", "iid"), Token(), Sampling(0.0))
-    assert found.wrong is None and found.drafted > 0
+    branching = next(instance for instance in LOOPS if not instance.chain)
+    finding = examine(branching, draft_model("1x1", "iid"), Token(), Sampling(0.0))
+    assert finding.wrong is None and finding.drafted > 0
 
 
 def test_a_step_may_begin_anywhere():
     for start in ((3,), (1, 2)):
         assert examine(Instance(RandomToy(1), "2x1", start=start), "without", Traversal()).wrong is None
-    one, other = (examine(Instance(FEW, "1x1", start=start), "iid", Token()) for start in ((0,), (3,)))
-    assert one.accepted != other.accepted
+    first, other = (examine(Instance(FEW, "1x1", start=start), "iid", Token()) for start in ((0,), (3,)))
+    assert first.accepted != other.accepted
 
 
 # Proposers without a toy
@@ -332,8 +332,8 @@ class Foreign(Uniform):
 
 
 def test_a_run_records_that_its_own_pair_is_exact():
-    found = in_short(PROPOSERS["none"], Match())
-    assert found == {"certified": "quick", "certificate": prove(Null(), Match(), QUICK).facts()}
+    short = in_short(PROPOSERS["none"], Match())
+    assert short == {"certified": "quick", "certificate": prove(Null(), Match(), QUICK).facts()}
 
 
 def test_a_proposer_that_works_on_a_toy_is_enumerated_itself():
@@ -523,7 +523,7 @@ def test_an_instance_with_too_many_outcomes_is_left_out_and_recorded(monkeypatch
     few = partial(examine, most=20)
     monkeypatch.setattr("spec_lab.tasks.certify.certificate.examine", few)
     proof = prove("iid", Token(), QUICK[:3])
-    assert [one.outcomes for one in proof.findings] == [9, 9]
+    assert [finding.outcomes for finding in proof.findings] == [9, 9]
     assert proof.missing == ("V=4 mixed toy model 1, tree 2x1, one step: more than 20 outcomes",)
     assert grade(proof, lossless=True) is None and grade(proof, lossless=True, sampled=True) == "sampled"
 
@@ -531,7 +531,9 @@ def test_an_instance_with_too_many_outcomes_is_left_out_and_recorded(monkeypatch
 def test_a_draft_s_own_temperature_makes_nothing_possible_that_was_not():
     """Else most of what is enumerated would be outcomes of probability 1e-200."""
     plain, warm = (draft_model(temperature=t) for t in (None, 100.0))
-    counts = [[one.outcomes for one in prove(one, Token(), QUICK[:3]).findings] for one in (plain, warm)]
+    counts = [
+        [finding.outcomes for finding in prove(finding, Token(), QUICK[:3]).findings] for finding in (plain, warm)
+    ]
     assert counts[0] == counts[1]
 
 
@@ -539,8 +541,8 @@ def pair_with(drafts, *detectable, drafted=1, verifier=None):
     checks = [Check(f"{number}", 1, 0.0, 0.5, seen, 0, drafted) for number, seen in enumerate(detectable)]
     proposer = Uniform()
     proof = Proof((), "proposer", ("not enumerated",))
-    own = proposer if drafts == "own" else "iid"
-    return Pair(proposer, verifier or Token(), proof, own, np.zeros(1, dtype=int), np.ones(1), checks)
+    kind = proposer if drafts == "own" else "iid"
+    return Pair(proposer, verifier or Token(), proof, kind, np.zeros(1, dtype=int), np.ones(1), checks)
 
 
 def test_a_lossy_pair_that_drafted_nothing_was_not_tested():

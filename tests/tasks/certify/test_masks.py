@@ -204,10 +204,10 @@ def test_a_wrong_mask_of_a_growing_draft_is_found():
 
 def test_the_same_seed_compares_the_same_rows_and_counts_them():
     ticks = []
-    one = compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES, ticks.append)
-    assert one == compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES)
-    assert sum(ticks) == 800 <= one.rows
-    assert one != compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 6, PIECES)
+    comparison = compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES, ticks.append)
+    assert comparison == compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES)
+    assert sum(ticks) == 800 <= comparison.rows
+    assert comparison != compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 6, PIECES)
 
 
 def test_a_constraint_that_breaks_on_a_draft_counts_as_different():
@@ -350,22 +350,22 @@ def mine(flat_cli, tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
-    code, output, errors, found = mine(*MINE, "task.mask_rows=2000", "constraint.options={every: 500}")
+    code, output, errors, report = mine(*MINE, "task.mask_rows=2000", "constraint.options={every: 500}")
     assert code == 1, errors
-    assert found["complete"] is True and found["certified"] is False
-    masks = found["constraint"]["masks"]
+    assert report["complete"] is True and report["certified"] is False
+    masks = report["constraint"]["masks"]
     assert masks["different"] >= 1 and masks["first"]["missing"] == [3]
     assert isinstance(masks["first"]["text"], str) and isinstance(masks["first"]["committed"], list)
-    assert any("masks differ" in why for why in found["failed"])
-    assert [pair["certified"] for pair in found["pairs"]] == [None]
+    assert any("masks differ" in why for why in report["failed"])
+    assert [pair["certified"] for pair in report["pairs"]] == [None]
     assert "FAILS: constraint 'mine'" in output and "masks are wrong" in output
 
 
 @pytest.mark.nightly
 def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
-    code, output, errors, found = mine(*MINE, "task.mask_rows=400", "constraint.options={refuses: [1]}")
+    code, output, errors, report = mine(*MINE, "task.mask_rows=400", "constraint.options={refuses: [1]}")
     assert code == 0, errors
-    masks = found["constraint"]["masks"]
+    masks = report["constraint"]["masks"]
     assert masks["rows"] >= 400
     assert masks["refused_prompts"] == 1 and masks["refusal"].endswith(": refused")
     assert "1 prompt refused" in output
@@ -382,7 +382,7 @@ def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
 )
 @pytest.mark.one_in(3)
 def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(mine, tmp_path, options, message):
-    code, _, errors, found = mine(*options)
-    assert code == 1 and found is None
+    code, _, errors, report = mine(*options)
+    assert code == 1 and report is None
     assert message in errors and "Traceback" not in errors
     assert not (tmp_path / "here").exists()

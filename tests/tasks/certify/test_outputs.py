@@ -12,11 +12,11 @@ P = [np.array([[0.75, 0.25]]), np.array([[0.5, 0.5], [1.0, 0.0]]), np.full((4, 2
 
 def outputs(longest=2, **texts):
     """``outputs(_0=0.75, _10=0.25)``: the output is exactly 0 with probability 3/4 and 1 0 with 1/4."""
-    found = StepOutputs(2, longest)
+    collected = StepOutputs(2, longest)
     for text, mass in texts.items():
         digits = text.removeprefix("_")
-        found.exactly[len(digits)][int(digits or "0", 2)] = mass
-    return found
+        collected.exactly[len(digits)][int(digits or "0", 2)] = mass
+    return collected
 
 
 # One step ------------------------------------------------------------------------------------------------------------
@@ -68,11 +68,11 @@ def test_mass_that_is_missing_or_nan_is_found():
 
 def finished(**texts):
     """``finished(_0_stop=0.75)``: one sequence, 0 with a stop token at its end, has probability 3/4."""
-    found = {}
+    masses = {}
     for name, mass in texts.items():
         _, digits, finish = name.split("_")
-        found[((tuple(map(int, digits)), finish),)] = mass
-    return found
+        masses[((tuple(map(int, digits)), finish),)] = mass
+    return masses
 
 
 class Toy:
@@ -96,8 +96,8 @@ def test_autoregressive_decoding_ends_at_its_length():
 
 
 def test_autoregressive_decoding_ends_with_a_stop_token_which_it_keeps():
-    found = truth(Instance(Toy(), "1", 3, frozenset({1})))
-    assert found == pytest.approx(finished(_1_stop=0.25, _01_stop=0.375, _000_length=0.1875, _001_stop=0.1875))
+    expected = truth(Instance(Toy(), "1", 3, frozenset({1})))
+    assert expected == pytest.approx(finished(_1_stop=0.25, _01_stop=0.375, _000_length=0.1875, _001_stop=0.1875))
     assert truth(Instance(Toy(), "1", 3, frozenset({0, 1}))) == pytest.approx(finished(_0_stop=0.75, _1_stop=0.25))
 
 
@@ -115,8 +115,8 @@ def test_the_shortest_text_with_another_probability_is_named():
 
 
 def test_of_differences_of_one_length_the_largest_is_named():
-    found = finished(_0_length=0.7, _1_length=0.2, _2_length=0.1)
-    assert first_difference(found, finished(_0_length=0.75, _1_length=0.25)) == (
+    outcomes = finished(_0_length=0.7, _1_length=0.2, _2_length=0.1)
+    assert first_difference(outcomes, finished(_0_length=0.75, _1_length=0.25)) == (
         "outputs begin with [2] with probability 0.1, not 0"
     )
 

@@ -44,12 +44,12 @@ def histogram(drafts, verifier, samples=SAMPLES):
         pytest.param("point", Match(), marks=pytest.mark.nightly),
         pytest.param("iid", KSeq(), marks=pytest.mark.nightly),
     ],
-    ids=lambda one: getattr(one, "name", one),
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_the_texts_of_a_lossless_loop_have_the_target_s_distribution(drafts, verifier):
-    found = histogram(drafts, verifier)
-    assert found.p_value > 1e-3
-    assert found.samples == SAMPLES and found.cells > 30 and found.impossible == 0
+    counts = histogram(drafts, verifier)
+    assert counts.p_value > 1e-3
+    assert counts.samples == SAMPLES and counts.cells > 30 and counts.impossible == 0
 
 
 @pytest.mark.one_in(2)
@@ -101,8 +101,8 @@ def scored(proposer, verifier, wanted=None, batch_size=48):
     return scores(target(), proposer, verifier, wanted or requests(), 0, batch_size)
 
 
-def rejected(found):
-    return {name for name, score in found.items() if score.bound < ALPHA}
+def rejected(score_of):
+    return {name for name, score in score_of.items() if score.bound < ALPHA}
 
 
 PAIRS = {
@@ -122,17 +122,17 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_correct_pairs_pass_every_test(name):
     proposer, verifier = PAIRS[name]()
-    found = scored(proposer, verifier)
-    assert all(score.bound > 1e-3 for score in found.values())
+    score_of = scored(proposer, verifier)
+    assert all(score.bound > 1e-3 for score in score_of.values())
     drafted = [] if proposer.drawn == "point" else ["draft"]
-    assert list(found) == ["towards the draft", "mode", *drafted]
-    assert found["mode"].tokens == 96 * 24
-    assert 0 < found["towards the draft"].tokens < 96 * 24, "one for each step that drafted"
+    assert list(score_of) == ["towards the draft", "mode", *drafted]
+    assert score_of["mode"].tokens == 96 * 24
+    assert 0 < score_of["towards the draft"].tokens < 96 * 24, "one for each step that drafted"
 
 
 def test_without_drafts_there_is_the_mode_alone():
-    found = scored(Null(), Match(), requests(count=24))
-    assert list(found) == ["mode"] and found["mode"].bound > 1e-3
+    score_of = scored(Null(), Match(), requests(count=24))
+    assert list(score_of) == ["mode"] and score_of["mode"].bound > 1e-3
 
 
 @pytest.mark.nightly
@@ -147,23 +147,23 @@ def test_warped_requests_are_tested_against_warped_probabilities(warp):
 
 
 def test_the_control_is_rejected_towards_the_draft():
-    found = scored(draft_model("1x1"), Control())
-    assert "towards the draft" in rejected(found)
-    assert found["towards the draft"].z > 0, "where p < q a rejection emits too often"
-    assert "draft" not in rejected(found), "its drafts are right"
+    score_of = scored(draft_model("1x1"), Control())
+    assert "towards the draft" in rejected(score_of)
+    assert score_of["towards the draft"].z > 0, "where p < q a rejection emits too often"
+    assert "draft" not in rejected(score_of), "its drafts are right"
 
 
 def test_a_deterministic_draft_that_is_accepted_too_often_is_rejected_towards_the_draft():
     likely = draft_model("2", "point", seed=0, num_hidden_layers=2)  # the target's own likeliest tokens
-    found = scored(likely, VERIFIERS["typical"], requests(count=24))
-    assert "towards the draft" in rejected(found) and found["towards the draft"].z > 0
+    score_of = scored(likely, VERIFIERS["typical"], requests(count=24))
+    assert "towards the draft" in rejected(score_of) and score_of["towards the draft"].z > 0
 
 
 @pytest.mark.nightly
 def test_drafts_that_are_not_drawn_from_their_q_are_rejected_as_drafts():
-    found = scored(Hotter(draft_model("1x1")), Match())
-    assert rejected(found) == {"draft"}, "matching never reads q, so the output is right"
-    assert found["draft"].z < 0, "they were drawn hotter than stated: less often the likeliest"
+    score_of = scored(Hotter(draft_model("1x1")), Match())
+    assert rejected(score_of) == {"draft"}, "matching never reads q, so the output is right"
+    assert score_of["draft"].z < 0, "they were drawn hotter than stated: less often the likeliest"
 
 
 @pytest.mark.nightly
@@ -200,7 +200,7 @@ def test_a_loop_that_reads_its_rows_in_another_order_is_rejected_towards_the_dra
 
 
 def test_stop_tokens_end_what_is_tested():
-    wanted = [replace(one, stop=frozenset(range(0, VOCABULARY, 5))) for one in requests()]
-    found = scored(draft_model("1x1"), Token(), wanted)
-    assert found["mode"].tokens < 96 * 12
-    assert not rejected(found)
+    wanted = [replace(request, stop=frozenset(range(0, VOCABULARY, 5))) for request in requests()]
+    score_of = scored(draft_model("1x1"), Token(), wanted)
+    assert score_of["mode"].tokens < 96 * 12
+    assert not rejected(score_of)

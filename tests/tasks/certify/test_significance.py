@@ -31,25 +31,25 @@ def binomial_band(probability: float, repeats: int, sds: float = 4.0) -> float:
 
 def test_chi_square_agrees_with_scipy():
     counts, p = np.array([43, 52, 54, 40, 11]), np.array([0.2, 0.25, 0.25, 0.25, 0.05])
-    found = chi_square(counts, p)
+    test = chi_square(counts, p)
     statistic, p_value = stats.chisquare(counts, counts.sum() * p)
-    assert (found.statistic, found.p_value) == pytest.approx((statistic, p_value), rel=1e-12)
-    assert (found.df, found.cells, found.samples, found.impossible) == (4, 5, 200, 0)
-    assert found.detectable == detectable_tv(4, 200)
+    assert (test.statistic, test.p_value) == pytest.approx((statistic, p_value), rel=1e-12)
+    assert (test.df, test.cells, test.samples, test.impossible) == (4, 5, 200, 0)
+    assert test.detectable == detectable_tv(4, 200)
 
 
 def test_rare_cells_are_pooled():
     # expected 50, 38, 6, 6: the two small ones make a cell of 12
-    found = chi_square(np.array([55, 35, 8, 2]), np.array([0.50, 0.38, 0.06, 0.06]))
-    assert (found.cells, found.df) == (3, 2)
-    assert found.statistic == pytest.approx(25 / 50 + 9 / 38 + 4 / 12)
+    statistic = chi_square(np.array([55, 35, 8, 2]), np.array([0.50, 0.38, 0.06, 0.06]))
+    assert (statistic.cells, statistic.df) == (3, 2)
+    assert statistic.statistic == pytest.approx(25 / 50 + 9 / 38 + 4 / 12)
 
 
 def test_a_pool_too_small_joins_the_smallest_cell():
     # expected 60, 33, 5, 2: the pool of 7 joins 33
-    found = chi_square(np.array([70, 20, 9, 1]), np.array([0.60, 0.33, 0.05, 0.02]))
-    assert (found.cells, found.df) == (2, 1)
-    assert found.statistic == pytest.approx(100 / 60 + 100 / 40)
+    statistic = chi_square(np.array([70, 20, 9, 1]), np.array([0.60, 0.33, 0.05, 0.02]))
+    assert (statistic.cells, statistic.df) == (2, 1)
+    assert statistic.statistic == pytest.approx(100 / 60 + 100 / 40)
 
 
 def test_an_impossible_outcome_is_named():
@@ -87,16 +87,18 @@ def test_pooling_loses_no_sample_and_leaves_no_small_cell(cells, least):
         return
     p /= p.sum()
     counts[p == 0] = 0
-    found = chi_square(counts, p, least)
-    assert found.samples == counts.sum()
-    assert 1 <= found.cells <= (p > 0).sum()
-    assert 0 <= found.p_value <= 1
-    if found.cells > 1:
-        assert found.cells * least <= found.samples * (1 + 1e-9)
+    statistic = chi_square(counts, p, least)
+    assert statistic.samples == counts.sum()
+    assert 1 <= statistic.cells <= (p > 0).sum()
+    assert 0 <= statistic.p_value <= 1
+    if statistic.cells > 1:
+        assert statistic.cells * least <= statistic.samples * (1 + 1e-9)
     if len(set(p.tolist())) < len(p):
         return  # of equally small cells the first takes the rest in
     order = np.random.default_rng(0).permutation(len(p))
-    assert chi_square(counts[order], p[order], least).statistic == pytest.approx(found.statistic, rel=1e-6, abs=1e-9)
+    assert chi_square(counts[order], p[order], least).statistic == pytest.approx(
+        statistic.statistic, rel=1e-6, abs=1e-9
+    )
 
 
 @pytest.mark.one_in(2)
@@ -132,7 +134,7 @@ def test_the_least_favourable_error_is_rejected_as_often_as_stated(power):
         error *= tv / (0.5 * np.abs(error).sum())
         assert error.sum() == pytest.approx(0, abs=1e-15)
         counts = rng.multinomial(samples, p + error, size=repeats)
-        return float(np.mean([chi_square(one, p).p_value < alpha for one in counts]))
+        return float(np.mean([chi_square(count, p).p_value < alpha for count in counts]))
 
     least = rejected(np.tile([1.0, -1.0], 5) * p)
     assert least == pytest.approx(power, abs=binomial_band(power, repeats) + 0.01)  # exact for large n only
@@ -258,8 +260,8 @@ def test_holm_by_hand():
 def test_holm_steps_down(p_values, alpha):
     """Against the procedure: reject the smallest while p <= alpha / (hypotheses left)."""
     rejected = [False] * len(p_values)
-    for place, number in enumerate(np.argsort(p_values, kind="stable")):
-        if p_values[number] * (len(p_values) - place) > alpha:
+    for index, number in enumerate(np.argsort(p_values, kind="stable")):
+        if p_values[number] * (len(p_values) - index) > alpha:
             break
         rejected[number] = True
     assert holm(p_values, alpha) == rejected
@@ -278,9 +280,9 @@ def test_holm_rejects_a_true_family_as_often_as_stated():
 def test_the_bound_rejects_a_detectable_bias_as_often_as_stated(power):
     rng, repeats, n, alpha = np.random.default_rng(7), 1000, 20_000, 1e-3
     p, f = np.array([0.3, 0.2, 0.1, 0.4]), np.array([1.0, -1.0, 1.0, -1.0])
-    one = sign_score(p, f, np.zeros(n, dtype=int))
-    seen = one.detectable_by_bound(alpha, power)
-    assert seen.tv > one.detectable(alpha, power).tv, "the bound asks for more than the normal distribution"
+    score = sign_score(p, f, np.zeros(n, dtype=int))
+    seen = score.detectable_by_bound(alpha, power)
+    assert seen.tv > score.detectable(alpha, power).tv, "the bound asks for more than the normal distribution"
     wrong = p + seen.tv * np.array([0.75, -1 / 3, 0.25, -2 / 3])
     rejected = [sign_score(p, f, rng.choice(4, n, p=wrong)).bound < alpha for _ in range(repeats)]
     assert np.mean(rejected) == pytest.approx(power, abs=binomial_band(power, repeats) + 0.02)

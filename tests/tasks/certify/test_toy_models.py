@@ -167,12 +167,12 @@ def test_softmax_of_logits_is_exact_and_zero_where_impossible():
 )
 def test_warped_counts_each_text_s_own_tokens(sampling):
     prompt = (0, 1)
-    found = warped(TOY, 2, sampling, prompt)
+    probabilities = warped(TOY, 2, sampling, prompt)
     for length in range(3):
         for number in range(TOY.v**length):
             seen = torch.zeros(1, TOY.v, dtype=torch.bool)
             seen[0, [*prompt, *text_of(number, length, TOY.v)]] = True
             raw = torch.from_numpy(logits(TOY.probabilities(length)[0]))[number][None]
             np.testing.assert_allclose(
-                found[length][number], logits_to_probs(raw, [sampling], seen)[0].numpy(), atol=1e-15
+                probabilities[length][number], logits_to_probs(raw, [sampling], seen)[0].numpy(), atol=1e-15
             )

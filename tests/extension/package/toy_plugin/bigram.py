@@ -34,8 +34,10 @@ class Bigram(Proposer):
     def propose(self, batch: Batch) -> Draft:
         """One chain per sequence as one forest."""
         chains = [likely(sequence.tokens, self.depth) for sequence in batch.sequences]
-        tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
-        return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
+        tokens = torch.tensor(
+            [token for chain_tokens in chains for token in chain_tokens], dtype=torch.long, device=batch.device
+        )
+        return Draft(forest(tuple(chain(len(chain_tokens)) for chain_tokens in chains)), tokens)
 
 
 def likely(tokens: list[int], count: int) -> list[int]:
@@ -43,7 +45,7 @@ def likely(tokens: list[int], count: int) -> list[int]:
     after: dict[int, Counter[int]] = defaultdict(Counter)
     for token, following in pairwise(tokens):
         after[token][following] += 1
-    found = tokens[-1:]
-    while len(found) <= count and found[-1] in after:
-        found.append(after[found[-1]].most_common(1)[0][0])  # ties go to the one seen first
-    return found[1:]
+    continuation = tokens[-1:]
+    while len(continuation) <= count and continuation[-1] in after:
+        continuation.append(after[continuation[-1]].most_common(1)[0][0])  # ties go to the one seen first
+    return continuation[1:]

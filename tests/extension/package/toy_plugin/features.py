@@ -33,7 +33,7 @@ class Network(nn.Module):
         self.body = DraftLayers(small_layer(width), 1)
         self.mix = nn.Linear(3 * width, width, bias=False, device="meta")
         self.fc = nn.Linear(2 * width, width, bias=False, device="meta")
-        weights = {name: one.to(dtype) for name, one in random_weights(self, seed).items()}
+        weights = {name: weight.to(dtype) for name, weight in random_weights(self, seed).items()}
         self.load_state_dict(weights, assign=True)
 
     def features(self, hidden: Tensor) -> Tensor:

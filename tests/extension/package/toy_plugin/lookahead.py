@@ -19,12 +19,12 @@ class State:
     Args:
         window: W guesses, one after another: the tokens of the rows that are computed only.
         pool: the last token seen after each pair's first token: 2-grams that the window found.
-        found: how often the window's rows were observed.
+        observed: how often the window's rows were observed.
     """
 
     window: list[int]
     pool: dict[int, list[int]] = field(default_factory=dict)
-    found: int = 0
+    observed: int = 0
 
     def chain(self, token: int, length: int) -> list[int]:
         """The tokens that the pool holds after ``token``."""
@@ -58,31 +58,31 @@ class Lookahead(Proposer):
     def init(self, request: Request) -> State:
         """The first window consists of tokens of the prompt."""
         tokens = request.tokens
-        return State([tokens[place % len(tokens)] for place in range(self.window)])
+        return State([tokens[n % len(tokens)] for n in range(self.window)])
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """The arg max of each window row is the next guess of its column, and ends a 2-gram."""
-        for one in observed:
-            if one.logits is None or len(one.rows) <= self.window:
+        for observation in observed:
+            if observation.logits is None or len(observation.rows) <= self.window:
                 continue
-            state: State = one.sequence.state
-            best = one.logits[-self.window :].argmax(-1).tolist()
-            for token, following in zip(one.rows[-self.window :], best, strict=True):
+            state: State = observation.sequence.state
+            best = observation.logits[-self.window :].argmax(-1).tolist()
+            for token, following in zip(observation.rows[-self.window :], best, strict=True):
                 state.pool.setdefault(token, []).append(following)
-            state.window, state.found = best, state.found + 1
+            state.window, state.observed = best, state.observed + 1
 
     def propose(self, batch: Batch) -> Draft:
         """A chain for each sequence, and the window as another chain below the root."""
         shapes, tokens, room = [], [], batch.room()
-        for deepest, one in zip(room, batch.sequences, strict=True):
-            own = one.state.chain(one.tokens[-1], max(0, min(self.depth, deepest)))
-            shapes.append(chain(len(own)))
-            tokens += own
+        for deepest, sequence in zip(room, batch.sequences, strict=True):
+            continued = sequence.state.chain(sequence.tokens[-1], max(0, min(self.depth, deepest)))
+            shapes.append(chain(len(continued)))
+            tokens += continued
         shape = forest(tuple(shapes))
         parents, guesses = [], []
-        for tree, one in enumerate(batch.sequences):
+        for tree, sequence in enumerate(batch.sequences):
             above = tree
-            for guess in one.state.window if room[tree] > self.window else ():
+            for guess in sequence.state.window if room[tree] > self.window else ():
                 parents.append(above)
                 above = shape.rows + len(guesses)
                 guesses.append(guess)

@@ -46,23 +46,23 @@ class Recycling(Proposer):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Remember the likeliest tokens after the token of every row; a later row overwrites an earlier one."""
-        for one in observed:
-            if one.top_k is not None:
-                one.sequence.state.update(zip(one.rows, one.top_k.tolist(), strict=True))
+        for observation in observed:
+            if observation.top_k is not None:
+                observation.sequence.state.update(zip(observation.rows, observation.top_k.tolist(), strict=True))
 
     def propose(self, batch: Batch) -> Draft:
         """Levels of remembered tokens; a token that was never seen has no children."""
         shapes, tokens = [], []
-        for room, one in zip(batch.room(), batch.sequences, strict=True):
-            level, parents, own = [(0, one.tokens[-1])], [], []
+        for room, sequence in zip(batch.room(), batch.sequences, strict=True):
+            level, parents, drafted = [(0, sequence.tokens[-1])], [], []
             for width in self.widths[: max(room, 0)]:
                 below = []
                 for row, token in level:
-                    for child in one.state.get(token, ())[:width]:
+                    for child in sequence.state.get(token, ())[:width]:
                         parents.append(row)
-                        own.append(child)
-                        below.append((len(own), child))
+                        drafted.append(child)
+                        below.append((len(drafted), child))
                 level = below
             shapes.append(Shape(1, torch.tensor(parents, dtype=torch.long).numpy()))
-            tokens += own
+            tokens += drafted
         return Draft(forest(tuple(shapes)), torch.tensor(tokens, dtype=torch.long, device=batch.device))

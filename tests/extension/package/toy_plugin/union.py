@@ -42,22 +42,22 @@ class Union(Proposer):
     def propose(self, batch: Batch) -> Draft:
         """The trees, side by side."""
         v, shapes, tokens, codes, q, parents = batch.target.vocabulary, [], [], [], [], []
-        for room, one in zip(batch.room(), batch.sequences, strict=True):
-            text = one.tokens
-            place = next((n for n in range(len(text) - 2, -1, -1) if text[n] == text[-1]), None)
-            own = [] if place is None else text[place + 1 : place + 1 + min(self.depth, room)]
+        for room, sequence in zip(batch.room(), batch.sequences, strict=True):
+            text = sequence.tokens
+            match = next((n for n in range(len(text) - 2, -1, -1) if text[n] == text[-1]), None)
+            drafted = [] if match is None else text[match + 1 : match + 1 + min(self.depth, room)]
             weights = torch.arange(1.0, v + 1.0, dtype=torch.float64)
-            if own:
-                weights[own[0]] = 0.0
-            tree = list(range(len(own)))  # a chain
+            if drafted:
+                weights[drafted[0]] = 0.0
+            tree = list(range(len(drafted)))  # a chain
             if room > 0:
-                picked = int(batch.draws.pick((weights / weights.sum())[None], [Key(*one.key, Purpose.DRAFT)])[0])
-                tree, own = [*tree, 0], [*own, picked]
-                codes += [WAYS.index("point")] * (len(own) - 1) + [WAYS.index("iid")]
+                picked = int(batch.draws.pick((weights / weights.sum())[None], [Key(*sequence.key, Purpose.DRAFT)])[0])
+                tree, drafted = [*tree, 0], [*drafted, picked]
+                codes += [WAYS.index("point")] * (len(drafted) - 1) + [WAYS.index("iid")]
                 q.append(weights / weights.sum())
             parents.append(room > 0)
             shapes.append(Shape(1, np.array(tree, dtype=np.int64)))
-            tokens += own
+            tokens += drafted
         shape = forest(tuple(shapes))
         q_row = np.full(shape.rows, -1, dtype=np.int64)
         q_row[np.flatnonzero(parents)] = np.arange(len(q))
