@@ -73,16 +73,16 @@ class Recent(Proposer):
 
     def propose(self, batch: Batch) -> Draft:
         chains = [follow(sequence.tokens, self.depth) for sequence in batch.sequences]
-        tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
-        return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
+        tokens = torch.tensor([token for drafted in chains for token in drafted], dtype=torch.long, device=batch.device)
+        return Draft(forest(tuple(chain(len(drafted)) for drafted in chains)), tokens)
 
 
 def follow(tokens: list[int], count: int) -> list[int]:
     after = dict(pairwise(tokens))  # later occurrences replace earlier ones
-    found = tokens[-1:]
-    while len(found) <= count and found[-1] in after:
-        found.append(after[found[-1]])
-    return found[1:]
+    text = tokens[-1:]
+    while len(text) <= count and text[-1] in after:
+        text.append(after[text[-1]])
+    return text[1:]
 
 
 # %% [markdown]
@@ -136,11 +136,11 @@ steps = {arm: metrics.decode_steps(tables.steps, arm) for arm in ("recent", "ngr
 pd.DataFrame(
     {
         arm: {
-            "nodes per step": own["nodes"].mean(),
-            "acceptance rate": metrics.draft_token_rate(own),
-            "tau": metrics.tau_pooled(own),
+            "nodes per step": rows["nodes"].mean(),
+            "acceptance rate": metrics.draft_token_rate(rows),
+            "tau": metrics.tau_pooled(rows),
         }
-        for arm, own in steps.items()
+        for arm, rows in steps.items()
     }
 ).round(2)
 
@@ -159,9 +159,9 @@ figures.acceptance(tables)
 # %%
 from spec_lab.analysis import compare
 
-found = compare.as_frame(compare.compare([Path("measured")]))
-found = found[found["other_arm"] == "ngram"].set_index("figure")
-found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
+changes = compare.as_frame(compare.compare([Path("measured")]))
+changes = changes[changes["other_arm"] == "ngram"].set_index("figure")
+changes[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]
 # ## Certify

@@ -59,8 +59,8 @@ from spec_lab.replay.replay_tables import replay
 chains = ["1", "1x1", "1x1x1", "1x1x1x1"]
 trees = ["2", "2x2", "3x2x1"]
 options = Options(verifiers=["token", "kseq"], shapes=[*chains, *trees], drawn=["iid"])
-found = replay(Path("texts"), options)
-known = found[(found["needs"] == "") & (found["method"] == "along")]
+replayed = replay(Path("texts"), options)
+known = replayed[(replayed["needs"] == "") & (replayed["method"] == "along")]
 known[["verifier", "shape", "tau", "low", "high"]].round(2)
 
 # %% [markdown]
@@ -92,11 +92,11 @@ from spec_lab.analysis import figures
 plt.rcParams.update(figures.STYLE)
 
 figure, axes = plt.subplots(figsize=(6, 2.8))
-for place, (verifier, own) in enumerate(known.groupby("verifier", sort=False)):
-    own = own.set_index("shape").loc[[*chains, *trees]]
-    x = np.arange(len(own)) + 0.12 * place
-    errors = own["tau"] - own["low"], own["high"] - own["tau"]
-    axes.errorbar(x, own["tau"], errors, fmt="o", capsize=3, label=f"{verifier}, replayed")
+for number, (verifier, rows) in enumerate(known.groupby("verifier", sort=False)):
+    rows = rows.set_index("shape").loc[[*chains, *trees]]
+    x = np.arange(len(rows)) + 0.12 * number
+    errors = rows["tau"] - rows["low"], rows["high"] - rows["tau"]
+    axes.errorbar(x, rows["tau"], errors, fmt="o", capsize=3, label=f"{verifier}, replayed")
 errors = [measured.mean - measured.low], [measured.high - measured.mean]
 axes.errorbar(2.3, measured.mean, errors, fmt="s", capsize=3, color=figures.GREY, label="token, measured")
 axes.set_xticks(range(len([*chains, *trees])), [*chains, *trees])
@@ -120,11 +120,11 @@ from spec_lab.replay import bounds
 
 of_run = bounds.of_run(Path("run"))
 shares = {}
-for arm, own in of_run.items():
-    for one in own.verifiers:
-        if one.lossless:
-            shares[(arm, one.name)] = {"tau": one.tau.mean, "of the optimum": one.share.mean} | {
-                f"lost: {part}": value.mean for part, value in one.lost.items()
+for arm, arm_bounds in of_run.items():
+    for bound in arm_bounds.verifiers:
+        if bound.lossless:
+            shares[(arm, bound.name)] = {"tau": bound.tau.mean, "of the optimum": bound.share.mean} | {
+                f"lost: {part}": value.mean for part, value in bound.lost.items()
             }
 pd.DataFrame(shares).T.round(2)
 
@@ -142,8 +142,8 @@ pd.DataFrame(shares).T.round(2)
 cells = pd.read_csv("run/projection/projection.csv")
 
 figure, axes = plt.subplots(figsize=(6, 2.8))
-for design, own in cells.groupby("design"):
-    best = own.loc[own.groupby("batch")["speedup"].idxmax()]
+for design, rows in cells.groupby("design"):
+    best = rows.loc[rows.groupby("batch")["speedup"].idxmax()]
     errors = best["speedup"] - best["speedup_low"], best["speedup_high"] - best["speedup"]
     axes.errorbar(best["batch"], best["speedup"], errors, fmt="o-", capsize=3, label=f"{design}, best length")
 axes.axhline(1, color=figures.GREY, linestyle="--", linewidth=1)

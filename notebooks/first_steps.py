@@ -128,9 +128,9 @@ figure.tight_layout()
 from spec_lab.analysis.metrics import frames
 
 spans = frames.spans(tables, request=1, arm="medusa")
-own = tables.requests.query("request == 1 and arm == 'medusa'").iloc[0]
+output = tables.requests.query("request == 1 and arm == 'medusa'").iloc[0]
 green = "\x1b[32m{}\x1b[0m".format
-print(own["prompt"][-60:] + "".join(green(one.text) if one.kind == "accepted" else one.text for one in spans))
+print(output["prompt"][-60:] + "".join(green(span.text) if span.kind == "accepted" else span.text for span in spans))
 
 # %% [markdown]
 # ## In Python, as a stream

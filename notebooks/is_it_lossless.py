@@ -109,9 +109,9 @@ pairs = [
 ]
 proofs = [(drawn, verifier, prove(drawn, verifier, QUICK)) for drawn, verifier in pairs]
 rows = [
-    {"drawn": drawn, "verifier": one.name, "declared": "lossless" if one.lossless else "lossy"}
+    {"drawn": drawn, "verifier": rule.name, "declared": "lossless" if rule.lossless else "lossy"}
     | {"outcomes": sum(finding.outcomes for finding in proof.findings), "TV": f"{proof.worst.tv:.2g}"}
-    for drawn, one, proof in proofs
+    for drawn, rule, proof in proofs
 ]
 pd.DataFrame(rows)
 
@@ -153,9 +153,9 @@ lossless = joint("iid", Token(), samples, seed=0)
 lossy = joint("iid", Lenient(0.5), samples, seed=0)
 broken = joint("iid", Control(), samples, seed=0)
 distances = {
-    name: relative_distance(*one) for name, one in (("token", lossless), ("lenient", lossy), ("control", broken))
+    name: relative_distance(*of) for name, of in (("token", lossless), ("lenient", lossy), ("control", broken))
 }
-print("multiples of the noise floor:", {name: round(one, 2) for name, one in distances.items()})
+print("multiples of the noise floor:", {name: round(multiple, 2) for name, multiple in distances.items()})
 curves = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
 figure = figures.convergence(curves)
 display(figure)

@@ -108,9 +108,9 @@ plt.rcParams.update(figures.STYLE)
 
 figure, panels = plt.subplots(1, 2, figsize=(7, 2.8))
 for axes, what, name in zip(panels, ("tau_pooled", "speedup"), ("tau, tokens per step", figures.SPEEDUP), strict=True):
-    for place, (sampling, own) in enumerate(chains.groupby("sampling")):
-        value, low, high = own[what], own[f"{what}_low"], own[f"{what}_high"]
-        x = own["proposer.depth"] + 0.1 * place  # else the bars would hide each other
+    for number, (sampling, rows) in enumerate(chains.groupby("sampling")):
+        value, low, high = rows[what], rows[f"{what}_low"], rows[f"{what}_high"]
+        x = rows["proposer.depth"] + 0.1 * number  # else the bars would hide each other
         axes.errorbar(x, value, (value - low, high - value), fmt="o-", capsize=3, label=sampling)
     axes.set(xlabel="proposer.depth, tokens", ylabel=name, xticks=[1, 5], ylim=(0, None))
 panels[1].axhline(1, color=figures.GREY, linestyle="--", linewidth=1)
@@ -152,8 +152,8 @@ comparison = compare.compare([folder / greedy[1], folder / greedy[5]])
 console.show(result(comparison), Console(width=100, force_jupyter=False))
 
 # %%
-found = compare.as_frame(comparison).set_index("figure")
-found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
+changes = compare.as_frame(comparison).set_index("figure")
+changes[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]
 # ## Next

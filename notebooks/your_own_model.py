@@ -132,9 +132,9 @@ pd.DataFrame(rows).T.round(2)
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 2.4))
-for place, own in enumerate(rows.values()):
-    errors = [own["tau"] - own["tau, low"]], [own["tau, high"] - own["tau"]]
-    axes.errorbar(own["tau"], place, xerr=errors, fmt="o", capsize=3, color=figures.COLOURS[place])
+for number, row in enumerate(rows.values()):
+    errors = [row["tau"] - row["tau, low"]], [row["tau, high"] - row["tau"]]
+    axes.errorbar(row["tau"], number, xerr=errors, fmt="o", capsize=3, color=figures.COLOURS[number])
 axes.axvline(1, color=figures.GREY, linestyle="--", linewidth=1)
 axes.set_yticks(range(len(rows)), rows)
 axes.invert_yaxis()

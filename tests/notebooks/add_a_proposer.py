@@ -5,8 +5,8 @@ assert recent.follow([5, 6, 5, 7, 8, 5], 1) == [7]
 assert recent.follow([1, 2, 3], 4) == []
 assert steps["recent"]["depth"].max() == 4  # the depth of the YAML
 assert metrics.tau_pooled_raw(steps["recent"]) > 1  # some drafts are accepted
-assert found.loc["tau_pooled", "paired"]
-assert found.loc["nodes_per_step", "units"] == 8  # prompts
+assert changes.loc["tau_pooled", "paired"]
+assert changes.loc["nodes_per_step", "units"] == 8  # prompts
 (pair,) = json.loads(Path("certified/certificate.json").read_text())["pairs"]
 assert pair["certified"] == "exact"
 assert pair["exact"]["drafts"] == "proposer"  # its own drafts were enumerated, not those of a reference

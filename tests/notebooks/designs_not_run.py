@@ -3,9 +3,9 @@
 assert set(known["shape"]) == {*chains, *trees}
 half = np.hypot((predicted["high"] - predicted["low"]) / 2, (measured.high - measured.low) / 2)
 assert abs(predicted["tau"] - measured.mean) < 2 * half
-for bounds in of_run.values():
-    first = bounds.verifiers[0]
+for arm_bounds in of_run.values():
+    first = arm_bounds.verifiers[0]
     lost = sum(value.mean for value in first.lost.values())
-    assert abs(first.tau.mean + lost - bounds.depth - 1) < 1e-9
+    assert abs(first.tau.mean + lost - arm_bounds.depth - 1) < 1e-9
 assert ((cells["speedup_low"] <= cells["speedup"]) & (cells["speedup"] <= cells["speedup_high"])).all()
 assert len(shares) >= 4

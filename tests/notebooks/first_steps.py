@@ -9,6 +9,6 @@ assert len(metrics.walltime_speedup_paired(tables.requests, "medusa")) == 8
 assert speedup.low <= speedup.mean <= speedup.high
 assert abs(1 + survival.sum() - metrics.tau_pooled_raw(steps)) < 1e-9  # accepted tokens, counted by depth
 assert abs(difference.mean()) < 5 * error
-assert "".join(span.text for span in spans) == own["text"]
+assert "".join(span.text for span in spans) == output["text"]
 assert {"accepted", "bonus"} <= {span.kind for span in spans}
 assert isinstance(update.event, Finish)

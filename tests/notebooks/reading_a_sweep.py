@@ -15,8 +15,8 @@ for name in deepest:
     steps = metrics.decode_steps(metrics.load(folder / name).steps, "speculative")
     share = steps["accepted"].value_counts(normalize=True)
     assert abs(metrics.survival(steps).sum() - (share.index * share).sum()) < 1e-9  # the same mean
-assert found.loc["nodes_per_step", "verdict"] == "significant"  # five tokens drafted, not one
-assert found.loc["tau_pooled", "paired"]  # by prompts
-significant = found[found["verdict"] == "significant"]
+assert changes.loc["nodes_per_step", "verdict"] == "significant"  # five tokens drafted, not one
+assert changes.loc["tau_pooled", "paired"]  # by prompts
+significant = changes[changes["verdict"] == "significant"]
 nothing = significant["relative"].astype(float)  # no change: the factor 1, or the difference 0
 assert ((significant["simultaneous_low"] > nothing) | (significant["simultaneous_high"] < nothing)).all()

@@ -23,7 +23,7 @@ def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0,
     layer = 0
     while f"layers.{layer}.self_attn.q_proj.weight" in w:
         name = f"layers.{layer}"
-        own = rms(x, w[f"{name}.input_layernorm.weight"])
+        block = rms(x, w[f"{name}.input_layernorm.weight"])
 
         def split(kind, rows, count, name=name):
             y = (rows @ w[f"{name}.self_attn.{kind}_proj.weight"].T).view(len(rows), count, dim)
@@ -31,8 +31,8 @@ def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0,
                 y = rms(y, w[f"{name}.self_attn.{kind}_norm.weight"])
             return y.transpose(0, 1)
 
-        both, everywhere = torch.cat([context, own]), torch.arange(n + size, dtype=torch.float64)
-        q = rotated(split("q", own, heads), everywhere[n:], theta)
+        both, everywhere = torch.cat([context, block]), torch.arange(n + size, dtype=torch.float64)
+        q = rotated(split("q", block, heads), everywhere[n:], theta)
         k, v = rotated(split("k", both, shared), everywhere, theta), split("v", both, shared)
         k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, v))
         window, causal = kinds[layer] if kinds else (None, False)
