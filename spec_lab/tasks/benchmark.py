@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from multiprocessing import current_process
 from pathlib import Path
@@ -36,7 +36,7 @@ from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TIMING_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.groups import BASELINE, attempts, check_repeats, decode_group, next_attempts
-from spec_lab.tasks.lab import GroupDecoder, Lab, Loop, Settings
+from spec_lab.tasks.lab import GroupDecoder, Lab, Loop, Settings, Turn
 from spec_lab.tasks.memory import check_memory
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.token_texts import TokenTexts, token_rows
@@ -73,9 +73,8 @@ def run(
         config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
         history: which answers later turns of conversations continue: each arm's own; baseline: the baseline's.
-        repeat_disturbed: decode disturbed groups again, with every arm, at most three times in all. Whether groups
-            that were disturbed (``metrics.disturbed``) are decoded again by every arm, at most ``MAX_ATTEMPTS`` times
-            in all. The rows of an attempt replace those of the one before; the column ``attempt`` counts them.
+        repeat_disturbed: decode disturbed groups again, with every arm, at most three times in all. The rows of an
+            attempt replace those of the one before; the column ``attempt`` counts them.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -84,90 +83,128 @@ def run(
         ValueError: parts that do not fit each other, prompts that do not fit, a directory that holds another run.
         OSError: a directory that cannot be written.
     """
-    many = settings.overrides is not None
-    console = console or Console(quiet=many, markup=False)
+    console = console or Console(quiet=settings.overrides is not None, markup=False)
     check_repeats(repeat_disturbed, lab, settings)
     settings = settings.with_record(lab.most_tokens(settings))
     arms, turns = lab.arms(settings), lab.first_turns(settings)
     if history == BASELINE and BASELINE not in arms:
         raise WrongOption("history=baseline requires the baseline's answers: set baseline=true")
     lab.check_later_turns(settings)
-    requests = [turn.request for turn in turns]
     memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))
-    policies = any("policy" in facts for facts in lab.facts().values())
-    chat, checks = lab.chat_facts(), any(prompt.checker for prompt in lab.prompts)
-    optional = [*DRAFT_COLUMNS * settings.records_drafts, *["policy"] * policies]
-    optional += [*TURN_COLUMNS * (chat is not None), *CHECK_COLUMNS * checks]
-    optional += [*TIMING_COLUMNS, *["cached_tokens"] * (settings.prefix_cache is not None)]
-    recorder, size = Recorder(settings.output_dir, optional, settings.record or ""), settings.batch_size
+    recorder = Recorder(settings.output_dir, _columns(lab, settings), settings.record or "")
+    size = settings.batch_size
     groups = {start // size: turns[start : start + size] for start in range(0, len(turns), size)}
+    decoding = _Groups(lab, settings, config, arms, groups, recorder, history, repeat_disturbed, console)
+    named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
+    if lab.chat_facts() is not None:  # a template may show the date, or be changed
+        tokens = json.dumps([turn.request.tokens for turn in turns])
+        named["prompt_tokens_sha256"] = sha256(tokens.encode()).hexdigest()
+    roofline = lab.roofline()
+    named |= {"roofline": None if roofline is None else roofline.facts(), "memory": memory}
+    return Task(lab, settings, config, arms, decoding.work, decoding.left, recorder.parts, named).run(console)
 
-    def work(facts: Mapping[str, Any]) -> Done:
-        for line in (*chosen_trees(lab.facts(), facts["proposers"]), *_waiting(arms, min(size, len(requests)))):
+
+def _columns(lab: Lab, settings: Settings) -> list[str]:
+    """Return the optional columns that the run writes."""
+    policies = any("policy" in facts for facts in lab.facts().values())
+    checks = any(prompt.checker for prompt in lab.prompts)
+    columns = [*DRAFT_COLUMNS * settings.records_drafts, *["policy"] * policies]
+    columns += [*TURN_COLUMNS * (lab.chat_facts() is not None), *CHECK_COLUMNS * checks]
+    return columns + [*TIMING_COLUMNS, *["cached_tokens"] * (settings.prefix_cache is not None)]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The groups of a run, which every arm decodes.
+
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        config: the configuration, for the summary.
+        arms: by name.
+        groups: the first turns of each group's conversations, by its number.
+        recorder: writes the rows.
+        history: as of ``run``.
+        repeat_disturbed: as of ``run``.
+        console: prints what is not a result.
+    """
+
+    lab: Lab
+    settings: Settings
+    config: Mapping[str, Any]
+    arms: Mapping[str, GroupDecoder]
+    groups: Mapping[int, Sequence[Turn]]
+    recorder: Recorder
+    history: Literal["own", "baseline"]
+    repeat_disturbed: bool
+    console: Console
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests of the first turns."""
+        return [turn.request for group in self.groups.values() for turn in group]
+
+    def work(self, facts: Mapping[str, Any]) -> Done:
+        """Decode the groups that are not on disk, those that were disturbed again, and sum up."""
+        lab, settings, arms, console = self.lab, self.settings, self.arms, self.console
+        waiting = _waiting(arms, min(settings.batch_size, len(self.requests)))
+        for line in (*chosen_trees(lab.facts(), facts["proposers"]), *waiting):
             console.print(line, soft_wrap=True, highlight=False)
-        finished, names = recorder.finished(), names_in_manifest(facts)
-        todo = [number for number in groups if number not in finished]
-        texts = TokenTexts.of(lab.target) if settings.records_drafts else None
+        finished, names = self.recorder.finished(), names_in_manifest(facts)
+        todo = [number for number in self.groups if number not in finished]
         peak = Peak.start(lab.target.lm.device)
-
-        def decode(numbers: Mapping[int, int]) -> None:
-            """Decode groups, given by number with the number of the attempt."""
-            turns = sum(lab.prompts[turn.conversation].turns for number in numbers for turn in groups[number])
-            with Progress(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
-                if numbers and settings.warmup:
-                    bar.set_postfix_str("warming up")
-                    _warm_up(arms, requests[:size], settings.warmup)
-                    bar.set_postfix_str("")
-                for number, attempt in numbers.items():
-                    rows = decode_group(lab, settings, arms, names, number, groups[number], bar, history, attempt)
-                    tokens = token_rows(number, rows.steps, texts) if texts is not None else []
-                    if attempt:  # only now, so that a run that is stopped meanwhile keeps the attempt before
-                        recorder.discard(number)
-                    recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
-                    seen = tracking.group_figures(pd.DataFrame(rows.requests))
-                    if not repeat_disturbed:  # one that may be decoded again is logged at the end
-                        lab.tracker.group(number, seen)
-                    speeds = {
-                        series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()
-                    }
-                    bar.set_postfix(renamed(speeds, names))
-
-        decode(dict.fromkeys(todo, 0))
+        self._decode(dict.fromkeys(todo, 0), names)
         repeated = 0
-        while repeat_disturbed and (again := next_attempts(metrics.load(settings.output_dir), facts)):
+        while self.repeat_disturbed and (again := next_attempts(metrics.load(settings.output_dir), facts)):
             repeated += len(again)
             console.print(
                 f"Decoding {len(again)} disturbed groups again: {', '.join(map(str, again))}", highlight=False
             )
-            decode(again)
+            self._decode(again, names)
         used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo or repeated))}}
-        tables = recorder.gather()
-        if chat is not None:  # of the arm whose answers the later turns continue
-            arm = BASELINE if history == BASELINE else metrics.arms(tables)[0]
+        tables = self.recorder.gather()
+        if lab.chat_facts() is not None:  # of the arm whose answers the later turns continue
+            arm = BASELINE if self.history == BASELINE else metrics.arms(tables)[0]
             answers = tables.requests[tables.requests["arm"] == arm]
             used["answers"] = {"limit": settings.max_new_tokens, **metrics.cut_answers(answers)}
         if settings.prefix_cache is not None:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
         bounds = for_summary(settings.output_dir) if settings.record == "replay" else {}
         with Progress(total=len(arms), desc="certificates", unit="arm", leave=False, disable=one_of_several()) as bar:
-            summary = _summary(lab, settings, arms, tables, config, facts.get("roofline"), bounds, bar)
+            summary = _summary(lab, settings, arms, tables, self.config, facts.get("roofline"), bounds, bar)
             bar.set_postfix_str("comparing outputs")
-            summary |= margins(lab, requests, tables)
+            summary |= margins(lab, self.requests, tables)
         summary |= metrics.run_verdict(tables, facts, names).summary()
-        return Done(summary | used, None if many else _result, tables, drawn=DRAWN)
+        shown = _result if settings.overrides is None else None
+        return Done(summary | used, shown, tables, drawn=DRAWN)
 
-    def left() -> tuple[int, str]:
-        done = len(recorder.finished())
-        return done, f"the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}"
+    def left(self) -> tuple[int, str]:
+        """Return the number of groups on disk, and a sentence that states it."""
+        done = len(self.recorder.finished())
+        return done, f"the rows of {done} finished groups of {len(self.groups)} are in {self.settings.output_dir}"
 
-    named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
-    if chat is not None:  # a template may show the date, or be changed
-        named["prompt_tokens_sha256"] = sha256(
-            json.dumps([request.tokens for request in requests]).encode()
-        ).hexdigest()
-    roofline = lab.roofline()
-    named |= {"roofline": None if roofline is None else roofline.facts(), "memory": memory}
-    return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
+    def _decode(self, numbers: Mapping[int, int], names: Mapping[str, str]) -> None:
+        """Decode groups, given by number with the number of the attempt, and write their rows."""
+        lab, settings, arms = self.lab, self.settings, self.arms
+        texts = TokenTexts.of(lab.target) if settings.records_drafts else None
+        turns = sum(lab.prompts[turn.conversation].turns for number in numbers for turn in self.groups[number])
+        with Progress(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
+            if numbers and settings.warmup:
+                bar.set_postfix_str("warming up")
+                _warm_up(arms, self.requests[: settings.batch_size], settings.warmup)
+                bar.set_postfix_str("")
+            for number, attempt in numbers.items():
+                group = self.groups[number]
+                rows = decode_group(lab, settings, arms, names, number, group, bar, self.history, attempt)
+                tokens = token_rows(number, rows.steps, texts) if texts is not None else []
+                if attempt:  # only now, so that a run that is stopped meanwhile keeps the attempt before
+                    self.recorder.discard(number)
+                self.recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
+                seen = tracking.group_figures(pd.DataFrame(rows.requests))
+                if not self.repeat_disturbed:  # one that may be decoded again is logged at the end
+                    lab.tracker.group(number, seen)
+                speeds = {series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
+                bar.set_postfix(renamed(speeds, names))
 
 
 def one_of_several() -> bool:

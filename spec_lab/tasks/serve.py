@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.results import serving
+from spec_lab.analysis.results import serving as results
 from spec_lab.analysis.serving import serving_verdict, summarise
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.memory import Peak
@@ -140,7 +141,6 @@ def serve(
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
-    baseline = "baseline" if "baseline" in arms else None
     arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
     for arm in arms.values():
         check_requests(arm, stream, limits)
@@ -149,54 +149,86 @@ def serve(
     written = [*TIMING, *({} if roofline is None else ROOFLINE), *({} if settings.prefix_cache is None else CACHED)]
     optional = {"served": TIMING | ROOFLINE | CACHED}
     tables = TableParts(settings.output_dir, {"served": SERVED}, optional=optional, written=written)
+    serving = _Serving(lab, settings, arms, segments, limits, tables, (ttft_bound, tpot_bound))
     about = {
-        "experiment": settings.name,
-        "target": lab.target.name,
-        "temperature": lab.sampling.temperature,
         "kv_dtype": (config.get("target") or {}).get("kv_dtype"),
         "arrivals": arrivals,
         "rate": rate if arrivals == "poisson" else None,
-        "max_batch_size": settings.batch_size,
-        "segments": len(segments),
     }
+    more = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
+    task = Task(lab, settings, config, arms, partial(serving.work, about), serving.left, tables, more)
+    return task.run(console)
 
-    def finished() -> set[int]:
-        return set(tables.load()["served"]["segment"])
 
-    def work(facts: Mapping[str, Any]) -> Done:
+@dataclass(frozen=True)
+class _Serving:
+    """The segments of a stream, which every arm serves.
+
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        arms: by the name under which they are shown; "baseline" is the baseline.
+        segments: of the stream.
+        limits: of the engine.
+        tables: the rows.
+        bounds: ``ttft_bound`` and ``tpot_bound`` of ``serve``.
+    """
+
+    lab: Lab
+    settings: Settings
+    arms: Mapping[str, Loop]
+    segments: Sequence[StreamSegment]
+    limits: Limits
+    tables: TableParts
+    bounds: tuple[float, float]
+
+    def work(self, about: Mapping[str, Any], facts: Mapping[str, Any]) -> Done:
+        """Serve the segments that are not on disk, and sum up.
+
+        Args:
+            about: entries of the summary.
+            facts: the manifest.
+        """
+        lab, settings, arms = self.lab, self.settings, self.arms
         measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
-        before = finished()
-        todo = [segment for segment in segments if segment.number not in before]
+        before = self._finished()
+        todo = [segment for segment in self.segments if segment.number not in before]
         peak = Peak.start(lab.target.lm.device)
         if todo and settings.warmup:
-            warm_up(arms, stream[: settings.batch_size], settings.warmup, limits)
+            first = [request for segment in self.segments for request in segment.requests][: settings.batch_size]
+            warm_up(arms, first, settings.warmup, self.limits)
         total = sum(len(segment.requests) for segment in todo) * len(arms)
         with Progress(total=total, desc=settings.name, unit="request") as bar:
             for segment in todo:
-                tables.write(
-                    f"{segment.number:06d}", {"served": serve_with_every_arm(arms, segment, limits, bar, measured)}
-                )
+                rows = serve_with_every_arm(arms, segment, self.limits, bar, measured)
+                self.tables.write(f"{segment.number:06d}", {"served": rows})
         used = {**(facts.get("memory") or {}), **peak.facts(bool(todo))}
-        frame = tables.gather()["served"]
-        complete = unbroken(frame)
+        frame = self.tables.gather()["served"]
+        complete, baseline = unbroken(frame), "baseline" if settings.baseline else None
         summary = {
+            "experiment": settings.name,
+            "target": lab.target.name,
+            "temperature": lab.sampling.temperature,
             **about,
+            "max_batch_size": settings.batch_size,
+            "segments": len(self.segments),
             "broken_segments": frame["segment"].nunique() - complete["segment"].nunique(),
             "roofline": facts.get("roofline"),
             "memory": used,
             **({} if settings.prefix_cache is None else {"cached_prompt_shares": cached_prompt_shares(complete)}),
-            "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
+            "arms": summarise(complete, list(arms), *self.bounds, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
             **serving_verdict(complete, facts, baseline or "").summary(),
         }
-        return Done(summary, serving.result)
+        return Done(summary, results.result)
 
-    def left() -> tuple[int, str]:
-        done = len(finished())
-        return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
+    def left(self) -> tuple[int, str]:
+        """Return the number of segments on disk, and a sentence that states it."""
+        done = len(self._finished())
+        return done, f"{done} of {len(self.segments)} segments are in {self.settings.output_dir}"
 
-    more = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
-    return Task(lab, settings, config, arms, work, left, tables, more).run(console)
+    def _finished(self) -> set[int]:
+        return set(self.tables.load()["served"]["segment"])
 
 
 def check_requests(arm: Loop, requests: Sequence[Request], limits: Limits) -> None:

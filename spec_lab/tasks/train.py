@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_steps
 from spec_lab.train.objectives import expected_length
-from spec_lab.train.recipe import Recipe, settings_of
+from spec_lab.train.recipe import Beginning, Recipe, settings_of
 from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
 from spec_lab.train.trainer import Plan, Trainer
@@ -99,10 +99,37 @@ def train(
     lab.check_one_turn("task=train")
     requests = lab.requests(settings)
     rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
-    known = requests[: len(requests) - len(rest)]
-    repeated = [
-        replace(request, id=request.id + number * len(requests)) for number in range(answers) for request in known
-    ]
+    learned = _repeated(requests[: len(requests) - len(rest)], answers, len(requests), rows, passes)
+    recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
+    if settings.batch_size > rows:
+        log.warning(
+            "batch_size=%d has no effect above task.rows=%d: the prompts of one training step are answered together. "
+            "Set task.rows to %d, or batch_size to %d", settings.batch_size, rows, settings.batch_size, rows,
+        )  # fmt: skip
+    if left_out := len(learned) % rows:
+        console.print(
+            f"{len(learned)} answers to learn from: the last {left_out} are left out, since each training step has "
+            f"task.rows={rows} texts.",
+            highlight=False,
+        )
+        learned = learned[:-left_out]
+    plan = FitPlan(
+        passes, rows, rows // 2 if rows % 2 == 0 else rows, warmup_steps, decay, save_seconds=save_seconds,
+        plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
+    )  # fmt: skip
+    fitting = _Training(lab, settings, recipe, plan, learned, rest)
+    leaves = "Drafter, texts, learning curves, summary and manifest"
+    task = Task(lab, settings, config, [recipe.name], fitting.work, fitting.left, leaves=leaves, resumes=True)
+    return task.run(console)
+
+
+def _repeated(known: Sequence[Request], answers: int, step: int, rows: int, passes: float) -> list[Request]:
+    """Return a request for each answer to learn from; the number of a repeated one is ``step`` above the one before.
+
+    Raises:
+        WrongOption: there are too few for a training step of ``rows`` texts, or ``passes`` makes no step of them.
+    """
+    repeated = [replace(request, id=request.id + number * step) for number in range(answers) for request in known]
     if len(repeated) < rows:
         raise WrongOption(
             f"rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
@@ -113,72 +140,101 @@ def train(
             f"passes={passes} of {len(repeated)} answers makes no training step of rows={rows} texts: set "
             "passes to more"
         )
-    recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
-    if settings.batch_size > rows:
-        log.warning(
-            "batch_size=%d has no effect above task.rows=%d: the prompts of one training step are answered together. "
-            "Set task.rows to %d, or batch_size to %d", settings.batch_size, rows, settings.batch_size, rows,
-        )  # fmt: skip
-    if left_out := len(repeated) % rows:
-        console.print(
-            f"{len(repeated)} answers to learn from: the last {left_out} are left out, since each training step has "
-            f"task.rows={rows} texts.",
-            highlight=False,
-        )
-        repeated = repeated[:-left_out]
-    part = rows // 2 if rows % 2 == 0 else rows
-    plan = FitPlan(
-        passes, rows, part, warmup_steps, decay, save_seconds=save_seconds,
-        plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
-    )  # fmt: skip
-    out, states = settings.output_dir, recipe.states(lab.target)
+    return repeated
 
-    def work(facts: Mapping[str, Any]) -> Done:
-        paths = _answered(lab, settings, repeated, states, out / "texts", rows)
-        others = _answered(lab, settings, rest, states, out / "held_out", rows, rest=True)
-        begun = recipe.begin(lab.target, paths, settings.seed)
-        with (
-            _shared_threads(rows // part) as threads,
-            Progress(desc=recipe.name, unit="step") as bar,
-        ):
-            trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
-            setup = out / "training", plan, settings_of(recipe, lab.target, begun)
 
-            def measure() -> dict[str, Any]:
-                begun.module.eval()
-                accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
-                begun.module.train()
-                lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
-                return {"accepted": accepted, "agreed": agreed} | {
-                    key: round(length, 4) for key, length in lengths.items()
-                }
+@dataclass(frozen=True)
+class _Training:
+    """A drafter's training and measurement in the output directory.
 
-            tick = partial(_at, bar)
-            fit(trainer, begun.objective, paths, *setup, tick=tick, wrote=lab.tracker.training, measure=measure)
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        recipe: the kind of drafter.
+        plan: of the training loop.
+        learned: requests whose answers are learned from.
+        rest: requests that are only measured on.
+    """
+
+    lab: Lab
+    settings: Settings
+    recipe: Recipe
+    plan: FitPlan
+    learned: Sequence[Request]
+    rest: Sequence[Request]
+
+    def work(self, facts: Mapping[str, Any]) -> Done:
+        """Answer, train, and measure on what was held out."""
+        lab, recipe, plan, out = self.lab, self.recipe, self.plan, self.settings.output_dir
+        paths = self._answered(self.learned, "texts")
+        others = self._answered(self.rest, "held_out", rest=True)
+        begun = recipe.begin(lab.target, paths, self.settings.seed)
+        steps = self._fit(begun, paths, others)
         begun.module.eval()
-        source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
+        source = {"target_sha256": lab.target.sha256, "seed": str(self.settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
         if begun.calibrate is not None:
             begun.calibrate(out / "drafter", others, lab.sampling.temperature)
-        accepted, agreed = _held_out(begun.objective, others, part, lab.target.lm.device)
+        accepted, agreed = _held_out(begun.objective, others, plan.part, self.lab.target.lm.device)
         curve = [json.loads(line) for line in (out / "training" / "learning.jsonl").read_text().splitlines()]
         summary = {
-            "experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
-            "drafter": recipe.name, "sha256": sha256, "texts": len(paths) * rows, "steps": trainer.step, **begun.facts,
+            "experiment": self.settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
+            "drafter": recipe.name, "sha256": sha256, "texts": len(paths) * plan.rows, "steps": steps, **begun.facts,
             "parameters": sum(parameter.numel() for parameter in begun.module.parameters()),
             "accepted": accepted, "agreed": agreed,
             "estimated_length": expected_length(agreed if lab.sampling.temperature == 0 else accepted),
-            "measured_length": _measured(lab, settings, recipe, out / "drafter", rest), "learning": curve,
+            "measured_length": self._measured(out / "drafter"), "learning": curve,
         }  # fmt: skip
         return Done(summary, training.result)
 
-    def left() -> tuple[int, str]:
+    def left(self) -> tuple[int, str]:
+        """Return the number of training steps on disk, and a sentence that states what is there."""
+        out = self.settings.output_dir
         done = saved_steps(out / "training")
         what = f"the checkpoint after {done} training steps is" if done else "the answers that are written are"
         return done, f"{what} in {out}"
 
-    leaves = "Drafter, texts, learning curves, summary and manifest"
-    return Task(lab, settings, config, [recipe.name], work, left, leaves=leaves, resumes=True).run(console)
+    def _answered(self, requests: Sequence[Request], name: str, rest: bool = False) -> list[Path]:
+        folder, rows = self.settings.output_dir / name, self.plan.rows
+        setup = folder, rows, self.settings.batch_size, self.settings.seed, self.lab.pieces, rest
+        with Progress(total=len(requests), desc=name, unit="text") as bar:
+            return record(self.lab.target, requests, self.recipe.states(self.lab.target), *setup, bar.update)
+
+    def _fit(self, begun: Beginning, paths: Sequence[Path], others: Sequence[Path]) -> int:
+        """Train; return the number of steps."""
+        plan, settings = self.plan, settings_of(self.recipe, self.lab.target, begun)
+
+        def measure() -> dict[str, Any]:
+            begun.module.eval()
+            accepted, agreed = _held_out(begun.objective, others, plan.part, self.lab.target.lm.device)
+            begun.module.train()
+            lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
+            return {"accepted": accepted, "agreed": agreed} | {key: round(length, 4) for key, length in lengths.items()}
+
+        with (
+            _shared_threads(plan.rows // plan.part) as threads,
+            Progress(desc=self.recipe.name, unit="step") as bar,
+        ):
+            trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
+            fit(
+                trainer, begun.objective, paths, self.settings.output_dir / "training", plan, settings,
+                tick=partial(_at, bar), wrote=self.lab.tracker.training, measure=measure,
+            )  # fmt: skip
+        return trainer.step
+
+    def _measured(self, folder: Path) -> float:
+        """Mean accepted tokens of a chain of ``recipe.depth`` tokens, of steps in which a whole chain was drafted."""
+        lab, settings, depth = self.lab, self.settings, self.recipe.depth
+        proposer = self.recipe.load(lab.target, folder, depth)
+        accepted = list[int]()
+        for start in range(0, len(self.rest), settings.batch_size):
+            some = self.rest[start : start + settings.batch_size]
+            draws = CounterDraws(settings.seed)
+            for info in fixed_group(Arm(lab.target, proposer, Token(), draws, pieces=lab.pieces), some):
+                for tree, done in enumerate(info.committed):
+                    if len(info.draft.shape.trees[tree]) == depth + 1:
+                        accepted.append(len(done.path))
+        return sum(accepted) / max(1, len(accepted))
 
 
 def _at(bar: Any, done: int, total: int) -> None:
@@ -210,20 +266,6 @@ def _shared_threads(pieces: int) -> Iterator[int]:
         torch.set_num_threads(every)
 
 
-def _answered(
-    lab: Lab,
-    settings: Settings,
-    requests: Sequence[Request],
-    states: tuple[int, ...],
-    folder: Path,
-    rows: int,
-    rest: bool = False,
-) -> list[Path]:
-    recording = states, folder, rows, settings.batch_size, settings.seed, lab.pieces, rest
-    with Progress(total=len(requests), desc=folder.name, unit="text") as bar:
-        return record(lab.target, requests, *recording, bar.update)
-
-
 @torch.no_grad()
 def _held_out(
     objective: Objective, paths: Sequence[Path], part: int, device: torch.device
@@ -238,17 +280,3 @@ def _held_out(
             sums = sums + shares * torch.tensor([[count.rows] for count in counts])
     accepted, agreed = (sums[:, 1:] / sums[:, :1].clamp_min(1)).T.tolist()
     return [round(share, 4) for share in accepted], [round(share, 4) for share in agreed]
-
-
-def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, requests: Sequence[Request]) -> float:
-    """Mean accepted tokens of a chain of ``recipe.depth`` tokens, of steps in which a whole chain was drafted."""
-    proposer = recipe.load(lab.target, folder, recipe.depth)
-    accepted = list[int]()
-    for start in range(0, len(requests), settings.batch_size):
-        some = requests[start : start + settings.batch_size]
-        draws = CounterDraws(settings.seed)
-        for info in fixed_group(Arm(lab.target, proposer, Token(), draws, pieces=lab.pieces), some):
-            for tree, done in enumerate(info.committed):
-                if len(info.draft.shape.trees[tree]) == recipe.depth + 1:
-                    accepted.append(len(done.path))
-    return sum(accepted) / max(1, len(accepted))
