@@ -19,7 +19,7 @@ PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md", "experiment
 """Pages outside docs/ that are always part of the site."""
 SHOWN = {".json": "json", ".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 """Files that a page shows, by the language that they are highlighted as."""
-MOST = 200_000
+MAX_BYTES = 200_000
 """Maximum size in bytes of a file that a page shows; larger ones are copied."""
 LINK = re.compile(
     r"(?:\]\(|\b(?:src|href)=\"|^\[[^\]]+\]:[ \t]+)(?P<target>[^\s)\"#]*)(?:#(?P<anchor>[^\s)\"]*))?", re.MULTILINE
@@ -65,7 +65,7 @@ def site_file(path: str) -> str:
 
 def _shown(path: str) -> bool:
     file = ROOT / path
-    return file.suffix in SHOWN and file.stat().st_size <= MOST
+    return file.suffix in SHOWN and file.stat().st_size <= MAX_BYTES
 
 
 def page_of(path: str) -> str:

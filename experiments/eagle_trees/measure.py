@@ -14,7 +14,7 @@ from experiments import runs
 STATIC = {4: "2x1", 8: "2x1x1x1", 16: "4x1x1x1", 32: "2x3x1x1x1x1", 64: "4x3x1x1x1x1"}
 """A static tree of each number of nodes, at most six levels deep."""
 
-MOST_CHAIN = 16
+MAX_CHAIN = 16
 """Nodes of the longest chain: later positions are hardly ever reached, and each costs a forward of the head."""
 
 
@@ -35,7 +35,7 @@ def arms(nodes: int, greedy: bool) -> dict[str, dict[str, object]]:
         "best_first_point": grown | {"drawn": "point"},
         "eagle2": grown | {"rerank": "true", "drawn": "point"},
     }
-    return arms_of if nodes <= MOST_CHAIN else {name: arm for name, arm in arms_of.items() if name != "chain"}
+    return arms_of if nodes <= MAX_CHAIN else {name: arm for name, arm in arms_of.items() if name != "chain"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

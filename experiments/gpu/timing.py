@@ -32,7 +32,7 @@ WARM_UP = 8
 """Steps before the timed ones: kernels are chosen, graphs are captured."""
 
 
-LEAST_SECONDS = 2.0
+MIN_SECONDS = 2.0
 """Time that decoding in one of several ways may take, whatever the others took."""
 
 
@@ -161,7 +161,7 @@ def autoregressive(
         if number and time.perf_counter() > end:
             break
         for way in order:
-            infos = decoding(targets[way], batch, prompt, steps, max((end - time.perf_counter()) / 2, LEAST_SECONDS))
+            infos = decoding(targets[way], batch, prompt, steps, max((end - time.perf_counter()) / 2, MIN_SECONDS))
             parts = [info.seconds() for info in infos]
             read, computed = roofline.seconds(**rows_of(infos))
             bound = float(np.maximum(read, computed).sum())

@@ -30,11 +30,11 @@ ARMS: dict[str, runs.Arm] = {
 }
 """By name; REST is added with its store."""
 
-MOST_BYTES, RECORDS = 12_000_000, 6_000
+MAX_BYTES, RECORDS = 12_000_000, 6_000
 """Size of the store's text: bytes of code and of prose, and number of records."""
 
 
-def store(out: Path, most: int = MOST_BYTES, records: int = RECORDS) -> Path:
+def store(out: Path, most: int = MAX_BYTES, records: int = RECORDS) -> Path:
     """Build REST's store in a folder where there is none, and return the store's folder.
 
     Raises:

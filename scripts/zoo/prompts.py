@@ -24,7 +24,7 @@ from spec_lab.verify import Match
 
 from .corpus import WINDOWS, WORKLOADS, Document, shared_windows
 
-LEAST, MOST = 64, 200
+MIN_TOKENS, MAX_TOKENS = 64, 200
 
 
 def _code_cuts(text: str) -> Iterator[str]:
@@ -68,14 +68,16 @@ def _prose_cuts(text: str, rng: random.Random) -> Iterator[str]:
 def candidates(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, per_document: int
 ) -> list[dict[str, str]]:
-    """Prompts of ``LEAST`` to ``MOST`` tokens, at most ``per_document`` of each document, in a fixed order."""
+    """Prompts of ``MIN_TOKENS`` to ``MAX_TOKENS`` tokens, at most ``per_document`` of each document, in a fixed order."""
     records = []
     for document in documents:
         rng = random.Random(document.source)
         cuts = {"code": lambda t, _: _code_cuts(t), "json": _json_cuts, "prose": _prose_cuts}[document.workload](
             document.text, rng
         )
-        fitting = (c for c in cuts if len(c) < 8 * MOST and LEAST <= len(tokenizer(c).input_ids) <= MOST)
+        fitting = (
+            c for c in cuts if len(c) < 8 * MAX_TOKENS and MIN_TOKENS <= len(tokenizer(c).input_ids) <= MAX_TOKENS
+        )
         texts = list(islice(fitting, 1 if document.workload == "json" else None))  # records' cuts are shuffled
         for text in rng.sample(texts, min(per_document, len(texts))):
             records.append({"prompt": text, "workload": document.workload, "source": document.source})

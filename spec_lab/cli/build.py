@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -18,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.declarations import check_values
+from spec_lab.cli.declarations import check_values, qualified
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
 from spec_lab.core.faults import causes, described, location
-from spec_lab.core.options import WrongOption, brief
+from spec_lab.core.options import WrongOption, as_yaml, brief
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import Part, WrongValue, check_declared, required
 from spec_lab.core.terminal import visible
@@ -131,7 +132,7 @@ def part_config(config: DictConfig, part: str) -> DictConfig:
     """
     named = OmegaConf.select(config, part)
     if not OmegaConf.is_dict(named) or "_target_" not in named:
-        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {named!r}")
+        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {as_yaml(named)}")
     return named
 
 
@@ -198,7 +199,7 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
         if text.startswith("_target_="):
             raise Refused(f"spec_lab: {part}.{text}") from error
         if isinstance(error, WrongOption) or isinstance(causes(error)[-1], WrongOption):
-            raise Refused(f"spec_lab: {part}.{reason(causes(error)[-1])}") from error
+            raise Refused(f"spec_lab: {qualified(reason(causes(error)[-1]), part, named)}") from error
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
@@ -317,7 +318,7 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
             return applied, vocabulary.bytes
         return applied, text_bytes(target) if settings.stop_strings else None
     except WrongOption as error:
-        raise Refused(f"spec_lab: constraint.{reason(error)}") from error
+        raise Refused(f"spec_lab: {qualified(reason(error), 'constraint', named)}") from error
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
 
@@ -335,7 +336,9 @@ def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
     """
     named = OmegaConf.select(config, group)
     if named is not None and not OmegaConf.is_dict(named):
-        raise Refused(f"spec_lab: {group} must be a mapping of names to what is measured, such as {{}}, not {named!r}")
+        raise Refused(
+            f"spec_lab: {group} must be a mapping of names to what is measured, such as {{}}, not {as_yaml(named)}"
+        )
     return {name: build(config, f"{group}.{name}", **live) for name in named or {}}
 
 
@@ -581,7 +584,8 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
         with interrupt.Raising():
             return int(work(lab, settings, shown))
     except WrongOption as error:  # of the task, which checks its options with the parts
-        named = str(error).partition(" ")[0].strip(":,") in config.task
-        raise Refused(f"spec_lab: {'task.' * named}{reason(error)}") from error
+        of_task = re.match(r"\w*", str(error))[0] in config.task  # type: ignore[index]
+        said = qualified(reason(error), "task", config.task) if of_task else reason(error)
+        raise Refused(f"spec_lab: {said}") from error
     finally:
         torch.set_num_threads(threads)

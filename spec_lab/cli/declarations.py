@@ -5,6 +5,7 @@ Nothing is imported for it (``explain.sources``): a misspelt option or a value o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -23,6 +24,65 @@ SETTINGS = "spec_lab.tasks.settings.Settings"
 
 APPLIED = "spec_lab.constrain.applied.AppliedConstraint"
 """Of every constraint, the options that say how it applies are this class's."""
+
+
+DRAFTERS = "block|draft_model|eagle|hydra|kangaroo|medusa|mtp|pard|skip"
+MOVED = (
+    (rf"propose\.({DRAFTERS})\.", r"drafters.\1.propose."),
+    (r"propose\.(cascade|early_exit)\.", r"drafters.\1."),
+    (rf"train\.({DRAFTERS})\.", r"drafters.\1.train."),
+    (r"train\.draft\.", "drafters.draft_model.train."),
+    (r"train\.eagle1\.", "drafters.eagle.train_eagle1."),
+    (r"train\.task\.", "tasks.train."),
+    (r"(certify|cost)\.", r"tasks.\1."),
+    (r"policy\.depths\.Fixed\.", "policy.depths.FixedDepth."),
+    (r"policy\.recorded\.Recorded\.", "policy.recorded.RecordedPolicy."),
+    (r"(tasks\.)?peers_llama\.", "tasks.peers_llama."),
+    (r"(run|tasks\.run)\.run$", "tasks.benchmark.run"),
+    (r"(stream|peers)\.", r"tasks.\1."),
+    (r"target\.", "models.target."),
+    (r"prompts\.", "text.prompts."),
+    (r"track\.", "analysis.tracking."),
+    (r"law\.", "core.probabilities."),
+    (r"(tasks\.verifier_study|recorded)\.judge$", "tasks.verifier_study.study_verifiers"),
+    (r"(text\.prompts|text|prompts)\.spec_bench$", "text.datasets.load"),
+    (r"text\.jsonl$", "text.prompts.jsonl"),
+    (r"engine\.", "decode."),
+    (r"engine\.", "runners."),
+)
+"""Modules that have another name now: how dotted names below the package began, and how they begin now."""
+
+
+def check_target(sources: Sources, path: str, target: str) -> None:
+    """Refuse a name of this package that nothing has, before it is imported.
+
+    Raises:
+        WrongOption: there is no such function or class; says what it is called now, or what is called alike.
+    """
+    package, _, name = target.partition(".")
+    if package != PACKAGE.name or sources.describe(target) is not None:
+        return
+    renamed = (f"{package}.{re.sub(rf'^{old}', new, name)}" for old, new in MOVED if re.match(old, name))
+    now = next((each for each in renamed if sources.describe(each) is not None), None)
+    hint = f"it is called {now} now" if now else f"see spec-lab explain {path.partition('.')[0]}"
+    raise WrongOption(f"{path}._target_={target} names no function or class of {package}: {hint}")
+
+
+def qualified(message: str, path: str, part: Mapping[Any, Any]) -> str:
+    """Return the message of a part with the full paths of the options that it names.
+
+    Beside the first word, which is one, those are meant that have an underscore or stand before "=".
+
+    Args:
+        message: begins with the name of an option.
+        path: of the part.
+        part: its config.
+    """
+    known = {*declared(package_sources(), path.partition(".")[0], str(part["_target_"]))[0], *map(str, part)}
+    assigned, written = "|".join(map(re.escape, known)), "|".join(re.escape(name) for name in known if "_" in name)
+    first, space, rest = message.partition(" ")
+    options = rf"(?<![\w.])((?:{assigned})(?==)|(?:{written})(?![\w.(=]))"
+    return f"{path}.{first}{space}" + re.sub(options, rf"{path}.\1", rest)
 
 
 def declared(sources: Sources, group: str, target: str) -> tuple[Mapping[str, Argument], bool]:
@@ -57,6 +117,7 @@ def check_values(config: DictConfig, top: Collection[str]) -> None:
     written_parts = dict(_parts(written, ""))
     referring = []  # values that are those of other options, which are checked first
     for path, part in _parts(values, ""):
+        check_target(sources, path, str(part["_target_"]))
         options, others = declared(sources, path.partition(".")[0], str(part["_target_"]))
         for name, value in part.items():
             if name.startswith("_") or value == "???" or (isinstance(value, Mapping) and "_target_" in value):

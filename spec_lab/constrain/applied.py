@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ from spec_lab.constrain.protocol import (
     unpack,
 )
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.options import Whole, WrongOption, check_fields
+from spec_lab.core.options import Form, Whole, WrongOption, check_fields
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
 
@@ -59,15 +58,14 @@ class AppliedConstraint:
 
     constraint: Constraint
     placement: Placement = "both"
-    draft_budget: Annotated[int, Whole(0)] | str | None = None
+    draft_budget: Annotated[int, Whole(0)] | Annotated[str, Form("a time such as 200us", r"\d+ ?us")] | None = None
     fast_forward: bool | None = False
     async_masks: bool = False
     distribution: Literal["local", "global"] = "local"
-    max_prefixes: Annotated[int, Whole(1, MOST_PREFIXES)] = 4096
+    max_prefixes: Annotated[int, Whole(1, MAX_PREFIXES)] = 4096
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self.budget()
         if self.fast_forward is None:
             object.__setattr__(self, "fast_forward", self.on_target)
         if not self.on_target and self.constraint.has_actions:
@@ -117,13 +115,7 @@ class AppliedConstraint:
         if self.draft_budget is None:
             return 2**62, float("inf")
         if isinstance(self.draft_budget, str):
-            match = re.fullmatch(r"(\d+) ?us", self.draft_budget)
-            if not match:
-                raise WrongOption(
-                    f"draft_budget must be a number of masks, a time such as '200us', or null, "
-                    f"not {self.draft_budget!r}"
-                )
-            return 2**62, int(match[1]) * 1e-6
+            return 2**62, int(self.draft_budget.removesuffix("us")) * 1e-6
         return self.draft_budget, float("inf")
 
     @property
@@ -365,7 +357,7 @@ def _within_budget(shape: Shape, token: np.ndarray, masks: DraftTreeMasks) -> np
     return keep
 
 
-MOST_PREFIXES = 2**20
+MAX_PREFIXES = 2**20
 """Of ``AppliedConstraint.max_prefixes``: each is a row of a forward."""
 
 NO_TOKENS = np.empty(0, dtype=np.int64)

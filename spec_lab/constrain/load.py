@@ -88,7 +88,7 @@ def lark(
     grammar: str | None = "",
     path: str | None = None,
     prompt: bool = False,
-    engine: EngineName = "llguidance",
+    engine: Literal["llguidance"] = "llguidance",
     **options: Any,
 ) -> Constraint:
     """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``.
@@ -97,7 +97,7 @@ def lark(
         grammar: a grammar; empty: that of path.
         path: file with the grammar; None, and no grammar: each prompt has its own, in its field constraint.
         prompt: whether the text begins with the prompt.
-        engine: the only engine that reads Lark grammars.
+        engine: llguidance, the only engine that reads Lark grammars.
     """
     return _compile(engine, "lark", vocabulary, grammar or None, path=path, prompt=prompt, **options)
 

@@ -44,35 +44,37 @@ MAX_CHARACTERS = 100_000
 
 @dataclass(frozen=True)
 class Whole:
-    """The bounds of a whole number; ``most`` None: no upper bound."""
+    """The bounds of a whole number; ``maximum`` None: no upper bound."""
 
-    least: int = 1
-    most: int | None = None
+    minimum: int = 1
+    maximum: int | None = None
 
     def fits(self, value: Any) -> bool:
         """Return whether a whole number is within the bounds."""
-        return self.least <= value and (self.most is None or value <= self.most)
+        return self.minimum <= value and (self.maximum is None or value <= self.maximum)
 
     def __str__(self) -> str:
-        return f"of {self.least} or more" if self.most is None else f"from {self.least} to {self.most}"
+        return f"of {self.minimum} or more" if self.maximum is None else f"from {self.minimum} to {self.maximum}"
 
 
 @dataclass(frozen=True)
 class Number:
-    """The bounds of a number; ``above``: ``least`` itself is not allowed."""
+    """The bounds of a number; ``above``: ``minimum`` itself is not allowed."""
 
-    least: float = 0.0
-    most: float = math.inf
+    minimum: float = 0.0
+    maximum: float = math.inf
     above: bool = False
 
     def fits(self, value: Any) -> bool:
         """Return whether a number is within the bounds."""
-        return self.least <= value <= self.most and not (self.above and value == self.least)
+        return self.minimum <= value <= self.maximum and not (self.above and value == self.minimum)
 
     def __str__(self) -> str:
         if self.above:
-            return f"above {self.least:g}" + f" and at most {self.most:g}" * (self.most < math.inf)
-        return f"of {self.least:g} or more" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
+            return f"above {self.minimum:g}" + f" and at most {self.maximum:g}" * (self.maximum < math.inf)
+        if self.maximum == math.inf:
+            return f"of {self.minimum:g} or more"
+        return f"from {self.minimum:g} to {self.maximum:g}"
 
 
 class WrongOption(ValueError):
@@ -117,6 +119,26 @@ class Folder:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a value is written; what else must hold is checked by what reads it.
+
+    Args:
+        words: state it in messages, in place of the type.
+        pattern: regular expression of a whole text.
+    """
+
+    words: str
+    pattern: str = "(?s:.*)"
+
+    def fits(self, value: Any) -> bool:
+        """Return whether the pattern matches a text."""
+        return not isinstance(value, str) or re.fullmatch(self.pattern, value) is not None
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
 class TextList:
     """The bounds of a list of texts."""
 
@@ -127,7 +149,7 @@ class TextList:
         return all(value) and encodes and len(value) <= MAX_STRINGS and len(whole_text) <= MAX_CHARACTERS
 
     def __str__(self) -> str:
-        return f"that are not empty, at most {MAX_STRINGS} of {MAX_CHARACTERS} characters in all"
+        return f"without empty ones, at most {MAX_STRINGS} with {MAX_CHARACTERS} characters in all"
 
 
 MAX_TEMPERATURE = 1e6
@@ -155,17 +177,26 @@ def brief(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def as_yaml(value: Any) -> str:
+    """Return a value for a message as a config writes it; see ``brief``."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else brief(value)
+
+
 LISTS = (list, tuple, Sequence, Collection, Iterable)
 MAPPINGS = (dict, Mapping)
-SCALARS: dict[Any, tuple[str, str, Callable[[Any], bool]]] = {
-    int: ("int", "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    float: ("float", "a number", lambda value: _number(value) and abs(value) < 1e300),
-    str: ("str", "a text", lambda value: isinstance(value, str)),
-    Path: ("str", "a text", lambda value: isinstance(value, str | Path)),
-    bool: ("bool", "true or false", lambda value: isinstance(value, bool)),
-    type(None): ("null", "null", lambda value: value is None),
+SCALARS: dict[Any, tuple[tuple[str, str, str], Callable[[Any], bool]]] = {
+    int: (
+        ("int", "a whole number", "whole numbers"),
+        lambda value: isinstance(value, int) and not isinstance(value, bool),
+    ),
+    float: (("float", "a number", "numbers"), lambda value: _number(value) and abs(value) < 1e300),
+    str: (("str", "a text", "texts"), lambda value: isinstance(value, str)),
+    Path: (("str", "a text", "texts"), lambda value: isinstance(value, str | Path)),
+    bool: (("bool", "true or false", "true or false"), lambda value: isinstance(value, bool)),
+    type(None): (("null", "null", "null"), lambda value: value is None),
 }
-"""The scalar types of a declaration: their names in the reference and in messages, and what has the type."""
+"""The scalar types of a declaration: their names in the reference and in messages (one, several), and what has the
+type."""
 
 
 def _number(value: Any) -> bool:
@@ -216,10 +247,11 @@ def misfit(value: Any, hint: Any) -> tuple[str, Any, Any] | None:
                     inner, fits = inner or (f".{key}{wrong[0]}", *wrong[1:]), False
                     break
         else:
-            fits = SCALARS[kind][2](value) if kind in SCALARS else True
+            fits = SCALARS[kind][1](value) if kind in SCALARS else True
         if fits and all(bound.fits(value) for bound in bounds):
             return None
-    return inner or ("", value, hint)
+    formed = any(isinstance(bound, Form) for alternative in _alternatives(hint) for bound in _parts(alternative)[2])
+    return ("", value, hint) if formed or not inner else inner
 
 
 def words(hint: Any, column: int = 1) -> str:
@@ -227,41 +259,53 @@ def words(hint: Any, column: int = 1) -> str:
 
     Args:
         hint: the type.
-        column: 0: as the reference writes it, such as "int from 1 to 64 or null"; 1: as messages do.
+        column: 0: as the reference writes it, such as "int from 1 to 64 or null"; 1: as messages do; 2: as messages
+            name several.
     """
     said: list[str] = []
     for alternative in _alternatives(hint):
         kind, arguments, bounds = _parts(alternative)
         names = arguments if kind is Literal else next((b.names for b in bounds if isinstance(b, OneOf)), None)
+        forms = [bound.words for bound in bounds if isinstance(bound, Form)]
+        if (names is not None and not column) or (forms and column):
+            said += map(str, names or forms)
+            continue
         if names is not None:
-            text = " or ".join(map(str, names)) if column == 0 else f"one of {', '.join(map(str, names))}"
+            text = f"one of {', '.join(map(str, names))}"
         elif kind in SCALARS:
-            text = SCALARS[kind][:2][column]
+            text = SCALARS[kind][0][column]
         elif kind in LISTS:
-            element = words(arguments[0], 0) if arguments else ""
-            text = ("list", "a list")[column] + f" of {element}" * bool(element)
+            element = words(arguments[0], 2 * bool(column)) if arguments else ""
+            text = ("list", "a list", "lists")[column] + f" of {element}" * bool(element)
         elif kind in MAPPINGS:
-            text = ("mapping", "a mapping")[column]
+            text = ("mapping", "a mapping", "mappings")[column]
+            element = words(arguments[1], 2) if arguments and column else ""
+            text += f" of names to {element}" * bool(element)
         else:
             continue
-        said.append(" ".join((text, *(str(bound) for bound in bounds if not isinstance(bound, OneOf)))))
-    return " or ".join(dict.fromkeys(said))
+        said.append(" ".join((text, *(str(bound) for bound in bounds if not isinstance(bound, OneOf | Form)))))
+    *first, last = dict.fromkeys(said) or [""]
+    if column and last == "null" and len(first) == 1 and first[0].startswith("one of "):
+        return f"{first[0]}, null"
+    comma = "," * any(" or " in text or "," in text for text in first)
+    return f"{', '.join(first)}{comma} or {last}" if first else last
 
 
-def bounds(hint: Any, meaning: str) -> str:
+def bounds(hint: Any, meaning: str, chosen: str = "") -> str:
     """Return the bounds of a declared type as a comment states them; empty if they tell nothing new.
 
     Args:
         hint: the type.
         meaning: beside which they stand; names that it explains are not listed.
+        chosen: of a table's names, among which this one is; they are not listed.
     """
     said = []
     for alternative in _alternatives(hint):
         kind, arguments, stated = _parts(alternative)
-        listed = next((bound.names for bound in stated if isinstance(bound, OneOf)), ())
+        listed = next((bound.names for bound in stated if isinstance(bound, OneOf) and chosen not in bound.names), ())
         names = arguments if kind is Literal else listed
         said += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
-        said += [str(bound) for bound in stated if not isinstance(bound, OneOf) and bound not in PLAIN]
+        said += [str(bound) for bound in stated if not isinstance(bound, OneOf | Form) and bound not in PLAIN]
     return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(said))
 
 
@@ -278,7 +322,10 @@ def accept(name: str, value: Any, hint: Any) -> None:
     """
     if wrong := misfit(value, hint):
         inner_path, value, hint = wrong
-        raise WrongOption(f"{name}{inner_path} must be {words(hint)}, not {brief(value)}")
+        message = f"{name}{inner_path} must be {words(hint)}, not {as_yaml(value)}"
+        if not inner_path and isinstance(value, int | float) and not misfit(as_yaml(value), hint):
+            message += f": quote a text that looks like another value, \"{name}='{as_yaml(value)}'\""
+        raise WrongOption(message)
 
 
 def evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -357,23 +404,23 @@ def check_fields(part: Any) -> None:
         accept(name, getattr(part, name), hint)
 
 
-def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
-    """Return ``value`` if it is a whole number from ``least`` to ``most``.
+def whole(name: str, value: Any, minimum: int = 1, otherwise: str = "", maximum: int | None = None) -> int:
+    """Return ``value`` if it is a whole number from ``minimum`` to ``maximum``.
 
     Args:
         name: of the value, for the message.
         value: as given.
-        least: the lower bound.
+        minimum: the lower bound.
         otherwise: which other values are allowed, for the message.
-        most: the upper bound; None for none.
+        maximum: the upper bound; None for none.
 
     Raises:
         ValueError: it is not; names it.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {brief(value)}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}{otherwise}, not {brief(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be a whole number of {minimum} or more{otherwise}, not {as_yaml(value)}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}{otherwise}, not {as_yaml(value)}")
     return value
 
 
@@ -384,5 +431,5 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         ValueError: it is not; names the option and the allowed values.
     """
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {as_yaml(value)}")
     return str(value)

@@ -71,6 +71,12 @@ class Progress(tqdm):
         with self:
             yield from super().__iter__()
 
+    @property
+    def format_dict(self) -> Any:
+        """The state of the bar; where more was done than was expected, all of it is done and no time is left."""
+        state = super().format_dict
+        return state | {"n": min(state["n"], state["total"])} if state["total"] else state
+
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Draw the bar; nothing where lines are printed."""
         return True if self.lines else super().display(msg, pos)

@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint, StepConstraint
+from spec_lab.constrain.protocol import DECLARED as constraint_declared
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.probabilities import probs_dtype
+from spec_lab.core.protocols import check_declared
 from spec_lab.core.randomness import Draws
 from spec_lab.decode.capacity import check_requires, most_at_once, most_cells, most_rows
 from spec_lab.decode.commit import Commit, commit
 from spec_lab.decode.global_constraint import Conditional, conditioned
 from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache
+from spec_lab.decode.proposer import DECLARED as proposer_declared
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.recording import Recording
 from spec_lab.models.target import Target
 from spec_lab.verify import Choice, Verdict, Verifier, check_pair, choose
+from spec_lab.verify.verdict import DECLARED as verifier_declared
 
 Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
 """Samples a verdict. See ``verify.choose``."""
@@ -83,6 +87,8 @@ class Arm:
 
     Raises:
         Misfit: a verifier that does not support what the proposer draws.
+        TypeError: a part with an attribute that is nearly called like a member of its kind.
+        WrongValue: an attribute of a part is of another type than its kind declares.
         ValueError: a proposer that requires what the target does not return; a prefix cache that the target or the
             proposer does not support; a constraint or pieces for another vocabulary than the target's.
     """
@@ -101,6 +107,10 @@ class Arm:
     made: Counter[int] = field(default_factory=Counter, init=False)  # forks made so far, by the request's id
 
     def __post_init__(self) -> None:
+        check_declared(self.proposer, proposer_declared)
+        check_declared(self.verifier, verifier_declared)
+        if self.applied is not None:
+            check_declared(self.applied.constraint, constraint_declared)
         check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, self.proposer.draws, self.verifier, self.proposer.branches)
         if self.prefix_cache is not None:

@@ -17,13 +17,13 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
 from spec_lab.runners.runner import ABILITIES, KVSequence, Runner
 
-LEAST = 16
+MIN_TOKENS = 16
 """Fewest tokens that are copied: fewer are computed as fast."""
 
 BLOCK = 256
 """A kept text counts as a multiple of so many tokens, since the memory of a KV cache is allocated in blocks."""
 
-MOST = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(eq=False)
@@ -57,8 +57,8 @@ class PrefixCache:
         ValueError: fewer tokens than a block.
     """
 
-    def __init__(self, most_tokens: int, least: int = LEAST) -> None:
-        self.most_tokens, self.least = whole("prefix_cache", most_tokens, BLOCK, ", or null", most=MOST), least
+    def __init__(self, most_tokens: int, least: int = MIN_TOKENS) -> None:
+        self.most_tokens, self.least = whole("prefix_cache", most_tokens, BLOCK, ", or null", maximum=MAX_TOKENS), least
         self.texts: list[Kept] = []  # the most recently used last
 
     @property

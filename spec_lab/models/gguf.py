@@ -30,7 +30,7 @@ from spec_lab.models.target import Target
 from spec_lab.runners.llama_context import KV_DTYPES, LlamaSettings
 from spec_lab.runners.llama_cpp import LlamaCpp
 from spec_lab.runners.llama_library import Library, Model, load_library
-from spec_lab.runners.llama_recurrent import MOST_SNAPSHOTS, LlamaRecurrent
+from spec_lab.runners.llama_recurrent import MAX_SNAPSHOTS, LlamaRecurrent
 
 LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def load(
     kv_dtype: Annotated[str, OneOf(KV_DTYPES)] | None = None,
     chunk: Annotated[int, Whole(1, 2**15)] = 512,
     cells: Count | None = None,
-    snapshots: Annotated[int, Whole(1, MOST_SNAPSHOTS)] | None = None,
+    snapshots: Annotated[int, Whole(1, MAX_SNAPSHOTS)] | None = None,
     cache: ProcessCache | None = None,
     library: Library | None = None,
 ) -> Target:

@@ -25,11 +25,11 @@ from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.goodput import Scope
 from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import RuleName, described, rule_of
-from spec_lab.propose.trees import MOST_DEPTH
+from spec_lab.propose.trees import MAX_DEPTH
 
 Rule = Literal["ucb", "thompson"]
 
-MOST_ARMS = 64
+MAX_ARMS = 64
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Bandit(Policy):
     def load(
         target: Target,
         proposer: Proposer,
-        depths: Sequence[Annotated[int, Whole(0, MOST_DEPTH)]],
+        depths: Sequence[Annotated[int, Whole(0, MAX_DEPTH)]],
         thresholds: Sequence[Share] = (),
         rule: Rule = "ucb",
         stop: RuleName | None = None,
@@ -149,8 +149,8 @@ class Bandit(Policy):
         if bool(thresholds) != (stop is not None):
             raise WrongOption("thresholds are those of stop: give both, or neither")
         arms = tuple(Limit(*limit) for limit in product(depths, thresholds or [0.0], parts or [""]))
-        if not 2 <= len(arms) <= MOST_ARMS:
-            raise WrongOption(f"depths, thresholds and parts: 2 to {MOST_ARMS} combinations, not {len(arms)}")
+        if not 2 <= len(arms) <= MAX_ARMS:
+            raise WrongOption(f"depths, thresholds and parts: 2 to {MAX_ARMS} combinations, not {len(arms)}")
         if len(set(arms)) < len(arms):
             raise WrongOption("depths, thresholds and parts must not name one configuration twice")
         clock, rule_to_stop = Timing(**timing), rule_of({"rule": stop})

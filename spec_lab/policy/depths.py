@@ -13,7 +13,7 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy.policy import DraftOutcome, Policy
-from spec_lab.propose.trees import MOST_DEPTH, TreeDepth
+from spec_lab.propose.trees import MAX_DEPTH, TreeDepth
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FixedDepth(Policy):
     @staticmethod
     @checked
     def load(
-        target: Target, proposer: Proposer, depth: Annotated[int, Whole(0, MOST_DEPTH)], part: str = ""
+        target: Target, proposer: Proposer, depth: Annotated[int, Whole(0, MAX_DEPTH)], part: str = ""
     ) -> FixedDepth:
         """Check the options.
 

@@ -17,7 +17,7 @@ from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
 from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import Gain, RuleName, described, rule_of
-from spec_lab.propose.trees import MOST_DEPTH, TreeDepth
+from spec_lab.propose.trees import MAX_DEPTH, TreeDepth
 
 Scope = Literal["request", "run"]
 """What a policy learns from: each request's own past, or that of all requests of the run."""
@@ -266,8 +266,8 @@ class GainOverCost(Policy):
             ValueError: a wrong option; names it.
         """
         check_pair(proposer, "gain", Gain(), ())
-        costs = draft_costs(target, proposer, MOST_DEPTH, Timing(**timing), depths=(0,))
-        whole_draft = {n: {0: each[0], 1: each[MOST_DEPTH]} for n, each in costs.seconds.items()}
+        costs = draft_costs(target, proposer, MAX_DEPTH, Timing(**timing), depths=(0,))
+        whole_draft = {n: {0: each[0], 1: each[MAX_DEPTH]} for n, each in costs.seconds.items()}
         return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), scale, memory, scope)
 
     @property

@@ -53,7 +53,7 @@ class Jacobi(Proposer):
             depth: number of guesses.
 
         Raises:
-            ValueError: ``depth`` is no whole number from 1 to ``trees.MOST_DEPTH``.
+            ValueError: ``depth`` is no whole number from 1 to ``trees.MAX_DEPTH``.
         """
         return Jacobi(depth)
 

@@ -27,7 +27,7 @@ from spec_lab.propose.continuations import merged
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
-MOST = 64
+MAX_SIZE = 64
 """Maximum of each of the options."""
 
 Followers = tuple[int, ...]
@@ -79,9 +79,9 @@ class Lookahead(Proposer):
     @checked
     def load(
         target: Target,
-        window: Annotated[int, Whole(1, MOST)] = 7,
-        ngram: Annotated[int, Whole(2, MOST)] = 4,
-        guesses: Annotated[int, Whole(1, MOST)] = 7,
+        window: Annotated[int, Whole(1, MAX_SIZE)] = 7,
+        ngram: Annotated[int, Whole(2, MAX_SIZE)] = 4,
+        guesses: Annotated[int, Whole(1, MAX_SIZE)] = 7,
     ) -> Lookahead:
         """Return the proposer with valid options.
 

@@ -26,7 +26,7 @@ from spec_lab.propose.trees import TreeNodes
 SCAN = 32
 """Maximum number of earlier occurrences of one n-gram that a tree uses, the most recent first."""
 
-MOST_DEPTH = 1024
+MAX_DEPTH = 1024
 """Maximum depth of a draft."""
 
 Match = Literal["recent", "first"]
@@ -35,7 +35,7 @@ LONGEST = 64
 """Length of the longest n-gram that can be looked up: indexing a token costs the square of it."""
 
 Size = Annotated[int, Whole(1, LONGEST)]
-Continued = Annotated[int, Whole(1, MOST_DEPTH)]
+Continued = Annotated[int, Whole(1, MAX_DEPTH)]
 
 
 class Index:
@@ -101,7 +101,7 @@ class Ngram(Proposer):
     """Drafts the continuation of the longest, then most recent or first, earlier occurrence of the last tokens.
 
     Args:
-        depth: number of drafted tokens, k; at most ``MOST_DEPTH``.
+        depth: number of drafted tokens, k; at most ``MAX_DEPTH``.
         max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
         min_ngram: length of the shortest.
         match: which of several occurrences: "recent", the last; "first", the first with ``depth`` tokens after it that
@@ -174,8 +174,8 @@ class NgramTree(Proposer):
     """Drafts several continuations merged into one tree: longer matches first, then more recent ones.
 
     Args:
-        nodes: maximum number of nodes of a tree; at most ``trees.MOST_NODES``.
-        depth: number of tokens of a continuation; at most ``MOST_DEPTH``.
+        nodes: maximum number of nodes of a tree; at most ``trees.MAX_NODES``.
+        depth: number of tokens of a continuation; at most ``MAX_DEPTH``.
         max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
         min_ngram: length of the shortest.
     """

@@ -106,7 +106,7 @@ class PldPlus(Proposer):
     several tokens are pending, as in the first step of a prompt: the hidden state before the last is not known.
 
     Args:
-        depth: number of drafted tokens, k; at most ``trees.MOST_DEPTH``.
+        depth: number of drafted tokens, k; at most ``trees.MAX_DEPTH``.
         layer: number of the hidden state, as in ``Requires``.
     """
 

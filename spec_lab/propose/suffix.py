@@ -25,16 +25,16 @@ from spec_lab.propose.suffix_counts import NO_DRAFT, SuffixDraft, SuffixRules
 from spec_lab.propose.suffix_index import SuffixIndex
 from spec_lab.propose.suffix_search import SuffixSource
 from spec_lab.propose.suffix_store import TokenStore
-from spec_lab.propose.trees import MOST_NODES, Choices, TreeNodes
+from spec_lab.propose.trees import MAX_NODES, Choices, TreeNodes
 from spec_lab.runners.runner import DraftRunner
 
 LONGEST = 64
 """Maximum length of a match."""
 
-MOST_OCCURRENCES = 4096
+MAX_OCCURRENCES = 4096
 """Maximum number of occurrences that are counted."""
 
-MOST_SHARED = 2**26
+MAX_SHARED = 2**26
 """Maximum number of tokens of the responses that are kept."""
 
 
@@ -126,11 +126,11 @@ class Suffix(Proposer):
         min_match: Annotated[int, Whole(1, LONGEST)] = 1,
         longest_only: bool = False,
         factor: Annotated[float, Number(0, 1024)] = 1.0,
-        offset: Annotated[int, Whole(0, MOST_NODES)] = 0,
+        offset: Annotated[int, Whole(0, MAX_NODES)] = 0,
         min_share: Share = 0.1,
-        occurrences: Annotated[int, Whole(1, MOST_OCCURRENCES)] = 64,
+        occurrences: Annotated[int, Whole(1, MAX_OCCURRENCES)] = 64,
         own: bool = True,
-        shared: Annotated[int, Whole(0, MOST_SHARED)] = 0,
+        shared: Annotated[int, Whole(0, MAX_SHARED)] = 0,
         store: str | None = None,
         name: Annotated[str, Folder()] = "suffix",
     ) -> Suffix:

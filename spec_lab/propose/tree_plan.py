@@ -21,7 +21,7 @@ from spec_lab.propose.grower import Grower
 from spec_lab.propose.levels import ForcedChains, LevelByLevel
 from spec_lab.propose.stop_rules import Confidence, Stop
 from spec_lab.propose.trees import (
-    MOST_NODES,
+    MAX_NODES,
     Choices,
     TreeDepth,
     TreeNodes,
@@ -45,7 +45,7 @@ class TreeOptions(TypedDict, total=False):
         max_depth: with nodes: maximum depth.
         width: with nodes: nodes expanded by each forward of the draft; 1: strictly best first.
         rerank: true: grow level by level and keep the best nodes of all (EAGLE-2); requires drawn=point.
-        drawn: siblings: iid, without (replacement), point (the likeliest), gumbel (for verifier=gumbel).
+        drawn: siblings: iid, without (replacement), point (the likeliest); unless nodes: gumbel (for verifier=gumbel).
         temperature: of the draft; None: each request's; 0 requires drawn=point.
         confidence: a token drawn where no token has this draft probability ends its path; 0: never.
     """
@@ -142,7 +142,7 @@ class TreePlan:
         """Read options. Exactly one of ``depth``, ``tree`` and ``nodes`` is given.
 
         Args:
-            depth: drafts a chain of so many tokens, at most ``trees.MOST_DEPTH``; or
+            depth: drafts a chain of so many tokens, at most ``trees.MAX_DEPTH``; or
             tree: drafts a tree, written as ``trees.parse`` reads it; or
             nodes: grows trees of at most so many nodes best first, with so many
             children: below each expanded node, at most
@@ -167,9 +167,9 @@ class TreePlan:
             if children > nodes and not rerank:
                 raise WrongOption(f"children must be at most nodes, {nodes}, not {children}")
             budget = Budget(nodes, children, max_depth, width, rerank)
-            if budget.drawn > MOST_DRAWN:
+            if budget.drawn > MAX_DRAWN:
                 raise WrongOption(
-                    f"rerank draws {budget.drawn} nodes before it keeps {nodes}, at most {MOST_DRAWN} are "
+                    f"rerank draws {budget.drawn} nodes before it keeps {nodes}, at most {MAX_DRAWN} are "
                     "possible: set a smaller width, children or max_depth"
                 )
         elif rerank:
@@ -318,5 +318,5 @@ def _never(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
     raise AssertionError("no root has logits, so no row is expanded")
 
 
-MOST_DRAWN = 16 * MOST_NODES
+MAX_DRAWN = 16 * MAX_NODES
 """Most nodes that are drawn before some are left out."""

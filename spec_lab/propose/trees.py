@@ -19,21 +19,22 @@ from typing import Annotated, TypeGuard
 import numpy as np
 
 from spec_lab.core.draft import tree as shape_of
-from spec_lab.core.options import Whole, WrongOption, brief
+from spec_lab.core.options import Form, Whole, WrongOption, brief
 
 Ranks = tuple[int, ...]
 """A node, as the path of child ranks that leads to it."""
 
 Choices = tuple[Ranks, ...]
-MOST_NODES = 1024
+MAX_NODES = 1024
 """Most nodes of a tree: published ones have up to 768, and a step's cost grows with them."""
 
-MOST_DEPTH = 256
+MAX_DEPTH = 256
 """Most levels of a tree, or tokens of a chain."""
 
-TreeText = str | int | Sequence[Sequence[int]]
-TreeNodes = Annotated[int, Whole(1, MOST_NODES)]
-TreeDepth = Annotated[int, Whole(1, MOST_DEPTH)]
+Written = Form("widths such as 3x2x1, ranks such as '0 1 0.0' or the name of a published tree")
+TreeText = Annotated[str, Written] | Annotated[int, Whole(1), Written] | Sequence[Sequence[int]]
+TreeNodes = Annotated[int, Whole(1, MAX_NODES)]
+TreeDepth = Annotated[int, Whole(1, MAX_DEPTH)]
 
 Value = Callable[[Ranks], float]
 
@@ -47,10 +48,10 @@ def parse(text: TreeText) -> Choices:
 
     Raises:
         ValueError: none of these forms, an unknown name, no tree (a missing parent, a missing earlier sibling, a
-            repeated path), more than ``MOST_NODES`` nodes or ``MOST_DEPTH`` levels. Names proposer.tree.
+            repeated path), more than ``MAX_NODES`` nodes or ``MAX_DEPTH`` levels. Names proposer.tree.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        text = str(min(text, MOST_NODES + 1)) if text > 0 else brief(text)  # one width, as YAML reads it
+        text = str(min(text, MAX_NODES + 1)) if text > 0 else brief(text)  # one width, as YAML reads it
     if isinstance(text, str):
         text = text.strip()
         if re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text, re.ASCII):
@@ -104,10 +105,10 @@ def _number(digits: str) -> int:
 
 
 def _check_size(nodes: int, depth: int) -> None:
-    if nodes > MOST_NODES:
-        raise WrongOption(f"tree has {nodes} nodes or more, at most {MOST_NODES} are possible: give a smaller one")
-    if depth > MOST_DEPTH:
-        raise WrongOption(f"tree is {depth} levels deep, at most {MOST_DEPTH} are possible: give a shallower one")
+    if nodes > MAX_NODES:
+        raise WrongOption(f"tree has {nodes} nodes or more, at most {MAX_NODES} are possible: give a smaller one")
+    if depth > MAX_DEPTH:
+        raise WrongOption(f"tree is {depth} levels deep, at most {MAX_DEPTH} are possible: give a shallower one")
 
 
 def _are_paths(value: object) -> TypeGuard[Sequence[Sequence[int]]]:

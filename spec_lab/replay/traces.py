@@ -135,15 +135,15 @@ def checked(line: Any) -> Line:
 
 
 def _check_counts(line: Line) -> None:
-    steps = whole("steps", line["steps"], most=MAX_STEPS)
-    accepted = whole("accepted_tokens", line.get("accepted_tokens"), least=0, most=MAX_DRAFTED * steps)
+    steps = whole("steps", line["steps"], maximum=MAX_STEPS)
+    accepted = whole("accepted_tokens", line.get("accepted_tokens"), minimum=0, maximum=MAX_DRAFTED * steps)
     counts = line.get("at_least")
     if counts is None:
         return
     if not isinstance(counts, list) or len(counts) > MAX_DRAFTED:
         raise ValueError(f"at_least must be a list of at most {MAX_DRAFTED} counts, not {brief(counts)}")
     for index, count in enumerate(counts):
-        whole(f"at_least[{index}]", count, least=0)
+        whole(f"at_least[{index}]", count, minimum=0)
     for index, (above, below) in enumerate(pairwise([steps, *counts])):
         if below > above:
             name = f"at_least[{index - 1}]" if index else "steps"
@@ -160,14 +160,14 @@ def _check_counts(line: Line) -> None:
 
 def _check_step(line: Line) -> None:
     if line.get("position") is not None:
-        whole("position", line["position"], least=0)
+        whole("position", line["position"], minimum=0)
     drafted = line.get("drafted")
     length: int | None = None  # of the draft; not known without drafted, p and q
     if isinstance(drafted, list):
         if len(drafted) > MAX_DRAFTED:
             raise ValueError(f"drafted must have at most {MAX_DRAFTED} token ids, not {len(drafted)}")
         for index, token in enumerate(drafted):
-            whole(f"drafted[{index}]", token, least=0)
+            whole(f"drafted[{index}]", token, minimum=0)
         length = len(drafted)
     elif drafted is not None:
         length = whole("drafted", drafted, 0, " or a list of token ids", MAX_DRAFTED)
@@ -186,7 +186,7 @@ def _check_step(line: Line) -> None:
                 raise ValueError(f"q[{index}] must be above 0: a token of draft probability 0 cannot have been drafted")
         length = len(values)
     limit = MAX_DRAFTED if length is None else length
-    if whole("accepted", line["accepted"], least=0) > limit:
+    if whole("accepted", line["accepted"], minimum=0) > limit:
         raise ValueError(
             f"accepted must be at most the number of drafted tokens, {limit}, not {brief(line['accepted'])}"
         )
@@ -375,11 +375,11 @@ def _of_response(number: int, response: Any) -> Line | None:
     if not isinstance(meta, dict) or "spec_verify_ct" not in meta:
         raise ValueError("the response has no meta_info.spec_verify_ct: is speculative decoding on?")
     limit = MAX_DRAFTED * MAX_STEPS
-    steps = whole("meta_info.spec_verify_ct", meta["spec_verify_ct"], least=0, most=MAX_STEPS)
+    steps = whole("meta_info.spec_verify_ct", meta["spec_verify_ct"], minimum=0, maximum=MAX_STEPS)
     if meta.get("spec_accept_token_num") is not None:
-        accepted = whole("meta_info.spec_accept_token_num", meta["spec_accept_token_num"], least=0, most=limit)
+        accepted = whole("meta_info.spec_accept_token_num", meta["spec_accept_token_num"], minimum=0, maximum=limit)
     else:
-        accepted = whole("meta_info.completion_tokens", meta.get("completion_tokens"), least=0, most=limit) - steps
+        accepted = whole("meta_info.completion_tokens", meta.get("completion_tokens"), minimum=0, maximum=limit) - steps
     if not steps:
         return None
     return checked({"request": meta.get("id", number), "steps": steps, "accepted_tokens": max(accepted, 0)})

@@ -30,7 +30,7 @@ from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_runner import LlamaRunner, on_host
 from spec_lab.runners.runner import Capabilities, Output, accept_chain, refuse_branches
 
-MOST_SNAPSHOTS = 64
+MAX_SNAPSHOTS = 64
 """Most snapshots of a sequence. (llama.cpp aborts the process if a batch cannot hold one token more.)"""
 
 

@@ -47,7 +47,7 @@ LOG = logging.getLogger(__name__)
 DRAWN = ("acceptance", "throughput", "phases")
 """Figures that are drawn at the end of a run; the page has more."""
 
-MOST_MARGINS = 32
+MAX_MARGINS = 32
 """Most outputs of an arm whose margin is computed, a prefill each."""
 
 
@@ -296,7 +296,7 @@ def _summary(
 def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> dict[str, Any]:
     """Return "output_margins" of ``summary.json``: by how much logits differ where greedy outputs first do.
 
-    Of each arm with other outputs than the baseline's, over at most ``MOST_MARGINS`` of these outputs, of conversations
+    Of each arm with other outputs than the baseline's, over at most ``MAX_MARGINS`` of these outputs, of conversations
     only the first: the difference of the target's logits of the two tokens after the common text, by plain decoding.
     Rounding changes the arg max only where it is small.
     """
@@ -307,7 +307,7 @@ def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> di
         firsts = tables.requests[tables.requests["request"].isin(prompts)]
         for arm in metrics.arms(tables):
             each = []
-            for difference in metrics.first_differences(firsts, arm)[:MOST_MARGINS]:
+            for difference in metrics.first_differences(firsts, arm)[:MAX_MARGINS]:
                 text = [*prompts[difference.request], *difference.before]
                 try:
                     logits = lab.target.plain_logits(text, len(text))[0].float()

@@ -40,7 +40,7 @@ from spec_lab.verify import Match, Verifier
 
 LOG = logging.getLogger(__name__)
 
-MOST_NODES = 2**14
+MAX_NODES = 2**14
 """Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
 
 
@@ -132,7 +132,7 @@ class Lab:
 
         Raises:
             ValueError: a proposer whose drafts the verifier does not support, or that refuses the sampling; more
-                than ``MOST_NODES`` nodes a step; a name used twice; peers in a batch, under a constraint or with stop
+                than ``MAX_NODES`` nodes a step; a name used twice; peers in a batch, under a constraint or with stop
                 strings.
         """
         if settings.record == "replay" and self.applied is not None:
@@ -148,10 +148,10 @@ class Lab:
             del proposers["speculative"]
         for name, proposer in proposers.items():
             arms[name] = self.arm(settings, proposer, self.verifier)
-            if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
+            if (nodes := settings.batch_size * proposer.nodes) > MAX_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
-                    f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
+                    f"{nodes} nodes a step. Memory grows with their square, so at most {MAX_NODES} are possible: "
                     "draft fewer nodes, or decode fewer prompts together"
                 )
         if self.peers and settings.batch_size > 1:

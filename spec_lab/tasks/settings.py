@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import torch
 
 from spec_lab.core.options import Count, Folder, Number, Texts, Whole, WrongOption, check_fields
-from spec_lab.decode.prefix_cache import BLOCK, MOST, PrefixCache
+from spec_lab.decode.prefix_cache import BLOCK, MAX_TOKENS, PrefixCache
 from spec_lab.decode.recording import Recording
 from spec_lab.text.strings import check_strings
 
@@ -65,7 +65,7 @@ class Settings:
     min_new_tokens: Annotated[int, Whole(0)] = 0
     token_healing: bool = False
     max_prompt_tokens: Annotated[int, Whole(1, 2**31 - 1)] | None = None
-    prefix_cache: Annotated[int, Whole(BLOCK, MOST)] | None = None
+    prefix_cache: Annotated[int, Whole(BLOCK, MAX_TOKENS)] | None = None
     record: Literal["auto", "drafts", "replay", "none"] | None = None
     record_top: Annotated[int, Whole(1, 2**24)] = 128
     record_share: Annotated[float, Number(0, 1, above=True)] = 1.0

@@ -1,6 +1,7 @@
 """Every option of every config has the values that its declaration allows; others are refused by the option's name."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from spec_lab.cli.build import conf
-from spec_lab.cli.declarations import SETTINGS, check_values, declared, package_sources
+from spec_lab.cli.declarations import SETTINGS, check_values, declared, package_sources, qualified
 from spec_lab.cli.explain import comments
 from spec_lab.cli.explain.reference import target_of
 from spec_lab.core import options
@@ -47,9 +48,9 @@ def outside(hint):
     alternatives = [options._parts(alternative) for alternative in options._alternatives(hint)]
     kinds = {kind for kind, _, _ in alternatives}
     numbers = [bound for _, _, bounds in alternatives for bound in bounds if isinstance(bound, Whole | Number)]
-    yield from (bound.least - 1 for bound in numbers)
-    yield from (bound.least for bound in numbers if getattr(bound, "above", False))
-    yield from (bound.most + 1 for bound in numbers if bound.most not in (None, float("inf")))
+    yield from (bound.minimum - 1 for bound in numbers)
+    yield from (bound.minimum for bound in numbers if getattr(bound, "above", False))
+    yield from (bound.maximum + 1 for bound in numbers if bound.maximum not in (None, float("inf")))
     named = any(isinstance(bound, OneOf) for _, _, bounds in alternatives for bound in bounds)
     if not kinds & {str, Path} or (named and kinds <= {str, NoneType}):
         yield "no such value"
@@ -99,12 +100,55 @@ def test_the_source_declares_what_python_sees(group, target, arguments):
          "there is no option verifier.zzz: spec_lab.verify.Token does not have it"),
         ({"proposer": {"_target_": "spec_lab.propose.ngram.Ngram.load", "depth": "${verifier.top}"},
           "verifier": {"_target_": "spec_lab.verify.Relaxed", "top": 0}}, "verifier.top must be a whole number"),
+        ({"proposer": {"_target_": "spec_lab.drafters.draft_model.propose.DraftModel.load", "tree": 0.0}},
+         "proposer.tree must be widths such as 3x2x1, ranks such as '0 1 0.0' or the name of a published tree, a list "
+         "of lists of whole numbers, or null, not 0.0: quote a text that looks like another value, "
+         "\"proposer.tree='0.0'\""),
+        ({"proposer": {"_target_": "spec_lab.drafters.draft_model.propose.DraftModel.load", "tree": [3, 2, 1]}},
+         "proposer.tree must be widths such as 3x2x1"),
+        ({"proposer": {"_target_": "spec_lab.drafters.medusa.propose.Medusa.load", "path": 3}},
+         "proposer.path must be a text, not 3: quote a text that looks like another value, \"proposer.path='3'\""),
+        ({"proposer": {"_target_": "spec_lab.propose.best_of.BestOf.load", "costs": 3}},
+         "proposer.costs must be a mapping of names to numbers of 0 or more, or null, not 3"),
+        ({"constraint": {"_target_": "spec_lab.constrain.load.regex", "draft_budget": "5 ms"}},
+         "constraint.draft_budget must be a whole number of 0 or more, a time such as 200us, or null, not '5 ms'"),
+        ({"constraint": {"_target_": "spec_lab.constrain.controllers.template.load", "parts": [None]}},
+         "constraint.parts[0] must be a text or {most: TOKENS, stop: TEXT}, not null"),
+        ({"constraint": {"_target_": "spec_lab.constrain.load.lark", "engine": "xgrammar"}},
+         "constraint.engine must be one of llguidance, not 'xgrammar'"),
+        ({"sampling": {"_target_": "spec_lab.core.probabilities.Sampling", "repetition_penalty": True}},
+         "sampling.repetition_penalty must be a number from 0.01 to 100, not true"),
     ],
 )  # fmt: skip
 def test_the_message_has_the_full_path(config, message):
     with pytest.raises(WrongOption) as error:
         check_values(OmegaConf.create(config), ())
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("before", "hint"),
+    [
+        ("propose.medusa.Medusa.load", "it is called spec_lab.drafters.medusa.propose.Medusa.load now"),
+        ("train.eagle1.Eagle1Recipe", "it is called spec_lab.drafters.eagle.train_eagle1.Eagle1Recipe now"),
+        ("propose.early_exit.EarlyExit.load", "it is called spec_lab.drafters.early_exit.EarlyExit.load now"),
+        ("policy.depths.Fixed.load", "it is called spec_lab.policy.depths.FixedDepth.load now"),
+        ("run.run", "it is called spec_lab.tasks.benchmark.run now"),
+        ("propose.nothing.Nothing.load", "see spec-lab explain proposer"),
+    ],
+)
+def test_a_target_of_this_package_that_does_not_exist_is_refused_with_its_name_of_today(before, hint):
+    message = rf"^proposer\._target_=spec_lab\.{re.escape(before)} names no .*: {re.escape(hint)}$"
+    with pytest.raises(WrongOption, match=message):
+        check_values(OmegaConf.create({"proposer": {"_target_": f"spec_lab.{before}"}}), ())
+
+
+def test_other_options_that_a_part_names_get_their_full_path():
+    part = {"_target_": "spec_lab.propose.ngram.Ngram.load", "max_ngram": 3}
+    said = qualified("min_ngram is 5, larger than max_ngram: set depth=5, or a depth of arms.x.depth=3", "arms.a", part)
+    assert said == (
+        "arms.a.min_ngram is 5, larger than arms.a.max_ngram: set arms.a.depth=5, or a depth of arms.x.depth=3"
+    )
 
 
 def test_an_option_of_every_run_is_not_left_out():

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -223,6 +224,18 @@ def test_composing_imports_nothing_heavy(tmp_path):
     assert done.returncode == 0, done.stderr.decode()
     assert b"_target_: spec_lab.models.target.Target.load" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
+def test_a_reader_that_ends_first_is_no_error(flags, tmp_path):
+    end, pipe = os.pipe()
+    os.close(end)
+    done = subprocess.run(
+        [sys.executable, "-m", "spec_lab", *flags], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+        stdout=pipe, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(pipe)
+    assert done.returncode == -signal.SIGPIPE and not done.stderr
 
 
 def test_training_on_a_gguf_file_is_refused_before_torch_is_imported(tmp_path):

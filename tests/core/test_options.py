@@ -11,6 +11,7 @@ from spec_lab.core.options import (
     MAX_CHARACTERS,
     MAX_STRINGS,
     Folder,
+    Form,
     Number,
     OneOf,
     Share,
@@ -26,7 +27,7 @@ from spec_lab.core.options import (
     words,
 )
 from spec_lab.decode.proposer import Proposer
-from spec_lab.tasks.lab import MOST_NODES, Lab
+from spec_lab.tasks.lab import MAX_NODES, Lab
 from tests.labs import lab, settings
 
 HUGE = 10**5000
@@ -49,12 +50,15 @@ TABLE = {"a": 1, "b": 2}
         (str, ["", "a"], [3, None, ["a"]], "a text"),
         (Annotated[str, Folder()], ["a.b", "a" * 100], ["", "a/b", "..", "a" * 101, "a\n", 3], "a text of 1 to 100"),
         (Literal["a", "b"], ["a"], ["c", 1, None], "one of a, b"),
-        (Literal[32, 64] | None, [32, None], [True, "32", 48], "one of 32, 64 or null"),
+        (Literal[32, 64] | None, [32, None], [True, "32", 48], "one of 32, 64, null"),
         (Annotated[str, OneOf(TABLE)], ["b"], ["c", None, 1], "one of a, b"),
-        (Sequence[int], [[], [1, 2], (3,), OmegaConf.create([4])], [1, "12", {}], "a list of int"),
-        (Mapping[str, int] | str, [{}, {"a": 1}, "x"], [3, [1]], "a mapping or a text"),
+        (Sequence[int], [[], [1, 2], (3,), OmegaConf.create([4])], [1, "12", {}], "a list of whole numbers"),
+        (Mapping[str, int] | str, [{}, {"a": 1}, "x"], [3, [1]], "a mapping of names to whole numbers or a text"),
         (Texts, [[], ["a"]], ["a", [""], ["\ud800"], ["a"] * (MAX_STRINGS + 1), ["a" * (MAX_CHARACTERS + 1)]],
          "a list of"),
+        (Annotated[int, Whole(0)] | str | None, [0, "a", None], [-1, 0.5],
+         "a whole number of 0 or more, a text, or null"),
+        (Annotated[str, Form("a time", r"\d+ us")], ["3 us"], ["3", 3], "a time, not"),
         (Lab | None, [None, 3, "anything that only Python has"], [], ""),
     ],
 )  # fmt: skip
@@ -112,18 +116,18 @@ def test_functions_and_dataclasses_are_checked_for_callers_in_python():
 
 
 def test_a_whole_number_of_a_file_may_have_an_upper_bound():
-    assert whole("x", 3, most=3) == 3 and whole("x", HUGE) == HUGE
+    assert whole("x", 3, maximum=3) == 3 and whole("x", HUGE) == HUGE
     with pytest.raises(ValueError, match="x .*at most 3.* 4"):
-        whole("x", 4, otherwise=", or null", most=3)
+        whole("x", 4, otherwise=", or null", maximum=3)
     with pytest.raises(ValueError, match="x .*at most 3.* 16610 bits"):
-        whole("x", HUGE, most=3)
+        whole("x", HUGE, maximum=3)
 
 
 def test_the_nodes_of_a_step_are_bounded(tmp_path):
     made = lab()
     wide = replace(made, proposer=Many())
     assert isinstance(wide, Lab)
-    wide.arms(replace(settings(tmp_path), batch_size=MOST_NODES // Many.nodes))
+    wide.arms(replace(settings(tmp_path), batch_size=MAX_NODES // Many.nodes))
     with pytest.raises(ValueError, match="batch_size=17 .*1024 nodes"):
         wide.arms(replace(settings(tmp_path), batch_size=17))
 

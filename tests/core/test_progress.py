@@ -41,6 +41,16 @@ def test_a_log_has_a_line_with_what_is_done_of_how_much_the_rate_and_the_time_le
     assert re.fullmatch(r"run: 2/8 prompts, .*prompt.*, [\d:]+ elapsed, [\d:]+ left, 13 tokens/s", line), line
 
 
+@pytest.mark.parametrize("done", [8.4, 12])
+def test_more_work_than_expected_leaves_no_negative_time(log, done):
+    file, printed = log()
+    with Progress(total=8, desc="run", unit="part") as bar:
+        bar.update(done)
+        printed.clear()
+        assert printed.wait(60)
+    assert re.search(r"run: 8/8 parts, .* 00:00 left", file.getvalue()) and "-" not in file.getvalue()
+
+
 def test_short_work_leaves_nothing_in_a_log(monkeypatch):
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     for _ in Progress(range(3), desc="short"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from spec_lab.constrain import AppliedConstraint
+from spec_lab.core.protocols import WrongValue
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.engine import Engine
@@ -24,6 +25,12 @@ class Demands(Null):
         self.requires = Requires(**requires)
 
 
+def null_with(**attributes):
+    proposer = Null()
+    vars(proposer).update(attributes)
+    return proposer
+
+
 def an_arm(proposer: Proposer | None = None, **parts):
     return Arm(tiny_target(), proposer or Null(), Token(), CounterDraws(0), **parts)
 
@@ -35,6 +42,8 @@ def an_arm(proposer: Proposer | None = None, **parts):
         (Demands(top_k=VOCABULARY + 1), {}, ValueError, "requires the top_k"),
         (Demands(hidden=(99,)), {}, ValueError, "requires hidden state 99"),
         (Demands(abilities=frozenset({"state_snapshots"})), {}, ValueError, "requires state_snapshots"),
+        (null_with(nodes="3"), {}, WrongValue, r"Null\.nodes must be a whole number of at least 0, not '3'"),
+        (null_with(node=3), {}, TypeError, r"Null\.node .*did you mean nodes\?"),
         (
             Demands(hidden=(1,), every_position=True),
             {"prefix_cache": PrefixCache(256)},

@@ -125,14 +125,14 @@ CONTROLLERS = [
         ("lines", lambda value: load.json_schema(toy(), {"type": "integer"}, lines=value), ()),
     )
 ]
-MOST = [
+LARGEST = [
     Option(
         "constraint.parts", lambda value: template.load(toy(), [{"most": value}]), lambda made: decoded(constraint=made)
     ),
     Option("constraint.parts", lambda value: template.load(toy(), [{"most": 1, "stop": value}]), lambda _: None),
 ]
 TREE = [Option("proposer.tree", parse, as_tree, tuple(TREES))]
-OPTIONS = [*SAMPLING, *NGRAMS, *VERIFIERS, *CONTROLLERS, *MOST, *TREE]
+OPTIONS = [*SAMPLING, *NGRAMS, *VERIFIERS, *CONTROLLERS, *LARGEST, *TREE]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import pytest
 
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, parse
+from spec_lab.propose.trees import MAX_DEPTH, MAX_NODES, parse
 
 HUGE = 10**400
 
@@ -14,12 +14,12 @@ HUGE = 10**400
         "99999999x99999999",
         "2x" * 63 + "2",
         "9" * 5000,
-        f"{MOST_NODES + 1}",
-        "1x" * MOST_DEPTH + "1",
-        " ".join(str(n) for n in range(MOST_NODES + 1)),
-        ".".join("0" * (MOST_DEPTH + 1)),
+        f"{MAX_NODES + 1}",
+        "1x" * MAX_DEPTH + "1",
+        " ".join(str(n) for n in range(MAX_NODES + 1)),
+        ".".join("0" * (MAX_DEPTH + 1)),
         "0 " + "1" * 5000,
-        [[n] for n in range(MOST_NODES + 1)],
+        [[n] for n in range(MAX_NODES + 1)],
         HUGE,
         "x",
         "²x1",

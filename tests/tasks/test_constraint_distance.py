@@ -159,7 +159,7 @@ def test_what_a_sampler_keeps_grows_with_its_outputs_not_with_the_vocabulary(kin
 
 def test_forwards_of_fewer_texts_give_the_same_rows(monkeypatch):
     whole = exactly(branching, sampler_toy(), 3)
-    monkeypatch.setattr(scores, "MOST_LOGITS", 8)  # two rows of four tokens
+    monkeypatch.setattr(scores, "MAX_LOGITS", 8)  # two rows of four tokens
     some = exactly(branching, sampler_toy(), 3)
     assert some.log_z == pytest.approx(whole.log_z) and some.local == pytest.approx(whole.local)
 

@@ -20,7 +20,7 @@ DIVERGING: Colormap = LinearSegmentedColormap.from_list("slower_faster", ["#b03a
 CELL = 0.46
 """Width and height of a cell, in inches."""
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Most designs of ``best_designs`` that the legend names."""
 
 
@@ -93,7 +93,7 @@ def best_designs(cells: pd.DataFrame) -> Figure | None:
     _axes(axes, batches, [labels[device] for device in devices], "Fastest design: speed-up, draft length k")
     axes.set_ylim(len(devices) - 0.5, -0.5)
     shown = short(names, 40)
-    for name in names[:MOST_ROWS]:
+    for name in names[:MAX_ROWS]:
         axes.plot([], [], "s", color=colour[name], label=shown[name])
     figure.legend(loc="outside lower left", fontsize=8.5, ncols=2)
     if (best["speedup"] < 1).any():

@@ -22,7 +22,7 @@ from scipy.stats import t
 MIN_CLUSTERS = 8
 """Fewest clusters that have an interval."""
 
-MOST_DRAWS = 2**22
+MAX_DRAWS = 2**22
 """Draws of a bootstrap that are computed at once, of at most 32 bytes each: the resamples of many units are chunked."""
 
 
@@ -118,7 +118,7 @@ def cluster_variance(top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike) -> 
 def resampled_sums(sums: np.ndarray, resamples: int) -> np.ndarray:  # [N, K] -> [resamples, K]
     """Return the totals of each resample, which draws N of the N units with replacement: the same for every call.
 
-    At most ``MOST_DRAWS`` draws, or those of one resample, are computed at once.
+    At most ``MAX_DRAWS`` draws, or those of one resample, are computed at once.
 
     Args:
         sums: what each unit adds.
@@ -130,7 +130,7 @@ def resampled_sums(sums: np.ndarray, resamples: int) -> np.ndarray:  # [N, K] ->
 class Resampler:
     """``resampled_sums`` for many calls: the draws, which follow from the number of units alone, are made once.
 
-    Draws of more than ``MOST_DRAWS`` are not kept.
+    Draws of more than ``MAX_DRAWS`` are not kept.
 
     Args:
         resamples: number of them.
@@ -143,7 +143,7 @@ class Resampler:
     def __call__(self, sums: np.ndarray) -> np.ndarray:  # [N, K] -> [resamples, K]
         """Return the totals of each resample, as ``resampled_sums`` does."""
         count = len(sums)
-        if count * self.resamples > MOST_DRAWS:
+        if count * self.resamples > MAX_DRAWS:
             return resampled_sums(sums, self.resamples)
         if count not in self._weights:
             self._weights[count] = np.concatenate(list(_weights(count, self.resamples)))
@@ -152,7 +152,7 @@ class Resampler:
 
 def _weights(count: int, resamples: int) -> Iterator[np.ndarray]:  # [some, count]
     """Yield how often each resample draws each of ``count`` units, some resamples at a time."""
-    rng, most = np.random.default_rng(0), max(MOST_DRAWS // max(count, 1), 1)
+    rng, most = np.random.default_rng(0), max(MAX_DRAWS // max(count, 1), 1)
     for start in range(0, resamples, most):
         some = min(most, resamples - start)
         draws = rng.integers(0, count, (some, count), dtype=np.int32)  # five times as fast as int64

@@ -15,10 +15,10 @@ from spec_lab.core.roofline import AttentionWork, ForwardWork
 
 HERE = Path(__file__).parent
 
-MOST_SIZE = 10**7
+MAX_SIZE = 10**7
 """Maximum of any size of a model."""
 
-MOST_NUMBER = 1e9
+MAX_NUMBER = 1e9
 """Maximum number in a table of hardware, in the unit of its column (GB, GB/s, TFLOP/s)."""
 
 Row = TypeVar("Row")
@@ -245,7 +245,7 @@ def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
             if otherwise is None:
                 raise ValueError(f"{file} has no '{key}': it is not the config of a dense decoder")
             return otherwise
-        return whole(f"{file}: {key}", config[key], most=MOST_SIZE)
+        return whole(f"{file}: {key}", config[key], maximum=MAX_SIZE)
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     if hidden < heads and config.get("head_dim") is None:
@@ -325,7 +325,7 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
 
 def _model(row: Mapping[str, str]) -> ModelShape:
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
-    values: dict[str, Any] = {size: int(_positive(row, size, MOST_SIZE)) for size in sizes}
+    values: dict[str, Any] = {size: int(_positive(row, size, MAX_SIZE)) for size in sizes}
     return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"])
 
 
@@ -335,7 +335,7 @@ def _runtime(row: Mapping[str, str]) -> Runtime:
     return Runtime(row["name"], bandwidth, compute, gap, launch, row["source"])
 
 
-def _positive(row: Mapping[str, str], name: str, most: float = MOST_NUMBER) -> float:
+def _positive(row: Mapping[str, str], name: str, most: float = MAX_NUMBER) -> float:
     """Return the positive number in a column, at most ``most``.
 
     Raises:

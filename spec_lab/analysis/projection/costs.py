@@ -141,10 +141,10 @@ for designs of this proposer only."""
 TABLE = "forwards.csv"
 """Name of the measured table that ``task=cost`` writes."""
 
-MOST = {"tokens": 1e9, "batch": 1e9, "context": 1e9, "seconds": 1e5}
+MAXIMUM = {"tokens": 1e9, "batch": 1e9, "context": 1e9, "seconds": 1e5}
 """Maximum of each column of a measured table."""
 
-LEAST = 1e-12
+MINIMUM = 1e-12
 """Minimum of each column, but for a context of 0."""
 
 AXES = ("tokens", "batch", "context")
@@ -180,10 +180,10 @@ def grids(frame: pd.DataFrame, file: Path) -> dict[str, MeasuredForward]:
             least = "0 or more" if name == "context" else "above 0"
             got = written[wrong].iloc[0] or "nothing"
             raise ValueError(f"{file}, line {wrong.argmax() + 2}: {name} must be a number {least} (got {got[:40]})")
-        large = (values > MOST[name]) | ((values < LEAST) & (values > 0))
+        large = (values > MAXIMUM[name]) | ((values < MINIMUM) & (values > 0))
         if large.any():
             raise ValueError(
-                f"{file}, line {large.argmax() + 2}: {name} must be a number from {LEAST:g} to {MOST[name]:g} "
+                f"{file}, line {large.argmax() + 2}: {name} must be a number from {MINIMUM:g} to {MAXIMUM[name]:g} "
                 f"(got {written[large].iloc[0][:40]})"
             )
         frame[name] = values

@@ -12,7 +12,7 @@ import pandas as pd
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.phases import since_last_step
 from spec_lab.analysis.names import names_in_manifest, with_names
-from spec_lab.analysis.projection.costs import COLUMNS, LEAST, PROPOSER, TABLE, MeasuredForward, grids, measured
+from spec_lab.analysis.projection.costs import COLUMNS, MINIMUM, PROPOSER, TABLE, MeasuredForward, grids, measured
 from spec_lab.analysis.projection.drafting import passes
 from spec_lab.analysis.text import verdict_line
 from spec_lab.results.manifest import begun
@@ -96,7 +96,7 @@ def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.Data
         proposer = proposers.get(str(arm), "")
         count = sum(len(each) * passes(proposer, depth) for depth, each in more)
         if count:
-            seconds = max(float((more.size() * more.median()).sum()) / count, LEAST)
+            seconds = max(float((more.size() * more.median()).sum()) / count, MINIMUM)
             corners = product((1, 1 + target.index.max()), {1, live})
             points += [(str(arm), tokens, batch, seconds, proposer) for tokens, batch in corners]
     contexts = sorted({floor(steps["context"].min()), ceil(steps["context"].max())})

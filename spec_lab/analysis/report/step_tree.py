@@ -20,7 +20,7 @@ KINDS = {"bonus": "bonus token", "recovered": "recovered token"}
 WHOLE = ("draft_tokens", "draft_parents", "emitted_tokens")
 """Columns of whole numbers that are needed for a tree."""
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Most rejected tokens that a sentence names."""
 
 
@@ -247,8 +247,8 @@ def _afterwards(row: Mapping[str, Any], tree: StepTree) -> list[str]:
 
 def _names(names: Sequence[str]) -> str:
     """Return names joined as in a sentence."""
-    if len(names) > MOST_NAMED:
-        return f"{', '.join(names[: MOST_NAMED - 1])} and {len(names) - MOST_NAMED + 1} other drafted tokens"
+    if len(names) > MAX_NAMED:
+        return f"{', '.join(names[: MAX_NAMED - 1])} and {len(names) - MAX_NAMED + 1} other drafted tokens"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

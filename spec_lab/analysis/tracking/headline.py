@@ -26,11 +26,11 @@ LEFT_OUT = (
 )  # fmt: skip
 """Entries of ``summary.json`` that are shown elsewhere."""
 
-MOST_ITEMS = 16
+MAX_ITEMS = 16
 """Most numbers of a list, such as the acceptance at each depth."""
 
-MOST_FIGURES = 1000
-MOST_LETTERS = 500
+MAX_FIGURES = 1000
+MAX_LETTERS = 500
 
 Figure = float | int | bool | str
 
@@ -64,7 +64,7 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
         intervals = entries.get("intervals")
         for name, value in (*kept.items(), *(intervals.items() if isinstance(intervals, Mapping) else ())):
             for key, figure in _flat(f"{prefix}{NAMES.get(name, name)}", value):
-                if len(shown) < MOST_FIGURES:
+                if len(shown) < MAX_FIGURES:
                     shown[key] = figure
     return shown
 
@@ -103,9 +103,9 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Figure]]:
             yield from _flat(f"{name}/{inner}", entry)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if all(isinstance(item, int | float | None) for item in value):
-            for number, item in enumerate(value[:MOST_ITEMS], start=1):
+            for number, item in enumerate(value[:MAX_ITEMS], start=1):
                 yield from _flat(f"{name}/{number}", item)
     elif isinstance(value, str):
-        yield name, short_path(value)[:MOST_LETTERS]
+        yield name, short_path(value)[:MAX_LETTERS]
     elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         yield name, value

@@ -107,8 +107,12 @@ def write(path: Path, options: Mapping[str, Argument]) -> str:
     """
     text, root = read_yaml(path)
     comments, lines = _Comments(text), text.splitlines()
+    written = {setting.name: setting.value for setting in read(path).settings}
+    given = {name for name, value in written.items() if value != "null"}
     for key, value in reversed(root.value if root else ()):
-        comment = options[key.value].comment if key.value in options else ""
+        comment = (
+            options[key.value].comment(written.get(key.value, ""), given, path.stem) if key.value in options else ""
+        )
         if not comment or (isinstance(value, MappingNode) and value.value and not value.flow_style):
             continue
         mark, old = value.end_mark, comments.behind(value)

@@ -188,10 +188,11 @@ def _keys(file: ConfigFile, arguments: Mapping[str, Argument]) -> Iterator[Confi
         part, at, package = chosen.option.partition("@")
         if at:
             yield ConfigKey(package, chosen.value, f"an option of {part}", chosen.comment)
+    given = {setting.name for setting in file.settings if setting.value != "null"}
     for setting in file.settings:
         if setting.name.partition(".")[0] != "hydra":
             known = arguments.get(setting.name, Argument())
-            meaning = f"{plain(known.meaning)}{setting.here}" if known.meaning else setting.comment
+            meaning = f"{known.meaning_in(setting.value, given)}{setting.here}" if known.meaning else setting.comment
             yield ConfigKey(setting.name, setting.value, known.type or _type(setting.value), meaning)
 
 
@@ -278,7 +279,11 @@ def _experiment(name: str, files: Mapping[str, ConfigFile], reference: Reference
             )
         elif described:
             known = described.arguments.get(end, Argument())
-            keys.append(ConfigKey(setting.name, setting.value, known.type, setting.comment or plain(known.meaning)))
+            keys.append(
+                ConfigKey(
+                    setting.name, setting.value, known.type, setting.comment or known.meaning_in(setting.value, ())
+                )
+            )
         elif setting.name.startswith(SWEPT):
             swept = setting.name.removeprefix(SWEPT)
             values = reference.group(swept)

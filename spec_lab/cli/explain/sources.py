@@ -8,7 +8,7 @@ import ast
 import builtins
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -34,11 +34,33 @@ class Argument(NamedTuple):
     hint: Any = Any
     meaning: str = ""
 
-    @property
-    def comment(self) -> str:
-        """Return its meaning with its bounds, as a config file states them behind the value."""
-        meaning = plain(self.meaning)
-        return "; ".join(filter(None, (meaning, bounds(self.hint, meaning) if meaning else "")))
+    def meaning_in(self, value: str, given: Collection[str]) -> str:
+        """Return its meaning in a config file, without clauses that do not concern it.
+
+        These are "null: ..." where a value must be given, and "unless NAME: ..." where the file gives that option.
+
+        Args:
+            value: as the file writes it.
+            given: the names of the file's options that are not null.
+        """
+        kept = []
+        for clause in plain(self.meaning).split("; "):
+            unless = re.match(r"unless (\w+):? ?", clause)
+            if not (unless and unless[1] in given) and not (value == "???" and clause.startswith("null")):
+                kept.append(clause[unless.end() :] if unless else clause)
+        return "; ".join(kept)
+
+    def comment(self, value: str, given: Collection[str], name: str) -> str:
+        """Return its meaning in a config file with its bounds.
+
+        Args:
+            value: as the file writes it; where it is the file's name, other names are not listed.
+            given: as of ``meaning_in``.
+            name: of the file.
+        """
+        chosen = value if value == name else ""
+        meaning, listed = self.meaning_in(value, given), bounds(self.hint, plain(self.meaning), chosen)
+        return "; ".join((meaning, *[listed] * bool(listed))) if meaning else ""
 
     @property
     def type(self) -> str:

@@ -8,14 +8,14 @@ that ends it earlier. The stop string is not part of the output, so the next tex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.protocol import mask_of, pack
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.options import Texts, WrongOption, accept, brief, checked, whole
+from spec_lab.core.options import Form, Texts, WrongOption, accept, brief, checked, whole
 from spec_lab.text.detokenizer import Strings, Watcher
 from spec_lab.text.strings import check_strings
 
@@ -68,7 +68,10 @@ class TemplateController:
 
 
 @checked
-def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> ControllerConstraint:
+def load(
+    vocabulary: Vocabulary,
+    parts: Sequence[str | Annotated[Mapping[str, object], Form("{most: TOKENS, stop: TEXT}")]],
+) -> ControllerConstraint:
     r"""Return a constraint by which the output is ``parts``, with the free parts filled in.
 
     Args:
@@ -92,7 +95,7 @@ def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) ->
             stops: list[Any] = [part["stop"]] if "stop" in part else []
             accept(f"{name}.stop", stops, Texts)
             check_strings(f"{name}.stop", tuple(stops))
-            made.append((whole(f"{name}.most", part["most"], most=2**20), Strings(tuple(stops))))
+            made.append((whole(f"{name}.most", part["most"], maximum=2**20), Strings(tuple(stops))))
         else:
             raise WrongOption(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
     return ControllerConstraint(

@@ -34,7 +34,7 @@ from spec_lab.propose.expansion import Computed, RowLogits
 
 log = getLogger(__name__)
 
-FEWEST, LEAST_SHARE = 16, 1 / 200
+FEWEST, MIN_SHARE = 16, 1 / 200
 """An intersection of fewer tokens, or of a smaller share of the target's tokens, is refused."""
 
 SPELLED = "It is 2024; f(x) = y.\n  End"
@@ -142,7 +142,7 @@ def intersect(target: Target, draft: Tokens) -> SharedTokens:
     meanings = [vocabulary.by_meaning(_spelling(vocabulary, alike)) for vocabulary in (mine, draft)]
     pairs = sorted((token, meanings[1][key]) for key, token in meanings[0].items() if key in meanings[1])
     ordinary = sum(token not in mine.special for token, _ in pairs)
-    least = max(FEWEST, round(LEAST_SHARE * len(mine.names)))
+    least = max(FEWEST, round(MIN_SHARE * len(mine.names)))
     if ordinary < least:
         raise ValueError(
             f"{option}: the draft {draft.name} shares {ordinary} of the {len(mine.names)} tokens of the target "

@@ -22,8 +22,8 @@ from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.skip.search import (
-    MOST_TRIES,
-    MOST_WINDOW,
+    MAX_TRIES,
+    MAX_WINDOW,
     SkipSearch,
     Try,
     parse_sublayers,
@@ -80,10 +80,10 @@ class Skip(TreeProposer):
         target: Target,
         skipped: str | None = None,
         ratio: Share = 0.45,
-        tries: Annotated[int, Whole(1, MOST_TRIES)] = 64,
+        tries: Annotated[int, Whole(1, MAX_TRIES)] = 64,
         enough: Share = 0.93,
         every: Count = 8,
-        window: Annotated[int, Whole(1, MOST_WINDOW)] = 50,
+        window: Annotated[int, Whole(1, MAX_WINDOW)] = 50,
         scope: Literal["run", "request"] = "run",
         **options: Unpack[TreeOptions],
     ) -> Skip:

@@ -32,10 +32,10 @@ LENGTH = 0.25
 NOISE = 1e-3
 """The variance of a score."""
 
-MOST_TRIES = 1024
+MAX_TRIES = 1024
 """Most sets that may be scored: the Gaussian process has so many rows."""
 
-MOST_WINDOW = 1024
+MAX_WINDOW = 1024
 """Most tokens that a set may be scored on: the attention mask among them has their square."""
 
 
@@ -61,10 +61,10 @@ class SkipSearch:
     Args:
         sublayers: those that may be skipped, in order.
         ratio: share of the attention sublayers, and of the MLP sublayers, that every set skips.
-        tries: most sets that are scored, up to ``MOST_TRIES``.
+        tries: most sets that are scored, up to ``MAX_TRIES``.
         enough: the score that ends the search.
         every: tokens of the text from one try to the next.
-        window: tokens that a set is scored on, up to ``MOST_WINDOW``; no try is made of a text with fewer before the
+        window: tokens that a set is scored on, up to ``MAX_WINDOW``; no try is made of a text with fewer before the
             last.
     """
 

@@ -54,10 +54,10 @@ from spec_lab.tasks.certify.outputs import (
 from spec_lab.tasks.certify.toy_models import code, table_models, warped
 from spec_lab.verify import Verifier, check_draft
 
-MOST = 60_000
+MAX_DECODINGS = 60_000
 """Largest number of outcomes of one instance that is enumerated."""
 
-LEAST, MOST_TOKENS = 3, 6
+MIN_TOKENS, MAX_TOKENS = 3, 6
 """Smallest and largest number of tokens that a toy's tables cover; drafts go no deeper."""
 
 
@@ -129,7 +129,7 @@ def toy_parts(
     temperature 0 sampled siblings have no other tokens to draw.
     """
     tree = parse(instance.tree)
-    longest = max(min(instance.tokens + depth_of(tree), MOST_TOKENS), len(instance.start) + LEAST)
+    longest = max(min(instance.tokens + depth_of(tree), MAX_TOKENS), len(instance.start) + MIN_TOKENS)
     target, draft = table_models(instance.toy, longest, dtype=dtype)
     toy = _toy(proposer, target, draft, tree)
     try:
@@ -153,7 +153,7 @@ def examine(
     proposer: Proposer | Drawn,
     verifier: Verifier,
     sampling: Sampling = PLAIN,
-    most: int = MOST,
+    most: int = MAX_DECODINGS,
 ) -> Finding:
     """Enumerate an instance with a proposer, or with the reference that draws as asked.
 
@@ -293,7 +293,7 @@ def decoded(
     proposer: Proposer | Drawn,
     verifier: Verifier,
     sampling: Sampling = PLAIN,
-    most: int = MOST,
+    most: int = MAX_DECODINGS,
     counts: Counts | None = None,
 ) -> Distribution:
     """Return the distribution of the outputs of the decode loop, every choice enumerated. Raises what ``examine`` does.

@@ -14,7 +14,7 @@ from spec_lab.core.request import Request
 from spec_lab.decode.text_logits import ROWS, text_logits
 from spec_lab.models.target import Target
 
-MOST_LOGITS = 2**23
+MAX_LOGITS = 2**23
 """Logits that are in memory at once, in float64: 64 MiB. With large vocabularies a forward has fewer texts."""
 
 
@@ -47,7 +47,7 @@ def _rows(
         target, request, texts: as of ``rows_after``.
         allowed: returns the tokens ``[n]`` that the constraint allows after the text with this number.
     """
-    for some in text_logits(target, request, texts, max(min(ROWS, MOST_LOGITS // target.vocabulary), 1)):
+    for some in text_logits(target, request, texts, max(min(ROWS, MAX_LOGITS // target.vocabulary), 1)):
         numbers = some.numbers.tolist()
         tokens = [allowed(number) for number in numbers]
         mask = np.zeros(some.logits.shape, dtype=bool)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.projection.costs import COLUMNS, LEAST, PROPOSER
+from spec_lab.analysis.projection.costs import COLUMNS, MINIMUM, PROPOSER
 from spec_lab.analysis.projection.drafting import passes
 from spec_lab.core.grid import Grid
 
@@ -114,7 +114,7 @@ def forwards(frame: pd.DataFrame, arms: Mapping[str, tuple[str, str]]) -> pd.Dat
     for arm, (shown, proposer) in arms.items():
         costs = frame[frame["arm"] == arm].groupby(point)[["own", "depth"]].median()
         count = [passes(proposer, max(depth, 1.0)) for depth in costs["depth"]]
-        seconds = ((costs["own"] - usual) / count).clip(lower=LEAST)
+        seconds = ((costs["own"] - usual) / count).clip(lower=MINIMUM)
         rows += [(shown, tokens, *where, each, proposer) for tokens in (1.0, most) for where, each in seconds.items()]
     return pd.DataFrame(rows, columns=[*COLUMNS, PROPOSER])
 

@@ -127,7 +127,7 @@ def test_a_bootstrap_in_chunks_draws_the_same(monkeypatch, most):
     sums = np.random.default_rng(2).normal(size=(123, 3))
     draws = np.random.default_rng(0).integers(0, 123, (50, 123), dtype=np.int32)
     expected = sums[draws].sum(1)
-    monkeypatch.setattr(intervals, "MOST_DRAWS", most)
+    monkeypatch.setattr(intervals, "MAX_DRAWS", most)
     assert intervals.resampled_sums(sums, 50) == pytest.approx(expected)
 
 
@@ -137,7 +137,7 @@ def test_a_resampler_gives_the_same_sums_and_draws_once(monkeypatch, most):
     monkeypatch.setattr(
         intervals, "_weights", lambda count, resamples: drawn.append(count) or weights(count, resamples)
     )
-    monkeypatch.setattr(intervals, "MOST_DRAWS", most)
+    monkeypatch.setattr(intervals, "MAX_DRAWS", most)
     resampled, every = intervals.Resampler(50), [np.random.default_rng(n).normal(size=(n, 3)) for n in (20, 30, 20)]
     resamples = [resampled(sums) for sums in every]
     assert drawn == ([20, 30, 20] if most == 1 else [20, 30])
@@ -154,4 +154,4 @@ def test_the_memory_of_a_bootstrap_does_not_grow_with_its_units():
     finally:
         tracemalloc.stop()
     assert (drawn == 200_000).all()
-    assert peak < 32 * intervals.MOST_DRAWS + 16 * len(sums)
+    assert peak < 32 * intervals.MAX_DRAWS + 16 * len(sums)

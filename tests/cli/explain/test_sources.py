@@ -11,7 +11,7 @@ FILES = {
     "parts/kinds.py": """
 from typing import Literal
 Kind = Literal["a", "b"]
-MOST = 2**6
+MAX_WIDTH = 2**6
 NAMES = {"x": print(1), "y": 2}
 """,
     "parts/deep.py": '''
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 from spec_lab.core.options import OneOf, Whole
-from parts.kinds import MOST, NAMES
+from parts.kinds import MAX_WIDTH, NAMES
 if TYPE_CHECKING:
     from parts.kinds import Kind
 
@@ -34,7 +34,7 @@ class Options(TypedDict):
         width: of trees.
     """
 
-    width: Annotated[int, Whole(1, MOST)] | None
+    width: Annotated[int, Whole(1, MAX_WIDTH)] | None
 
 
 class Base:
@@ -99,10 +99,10 @@ def test_a_method_is_described_through_imports_bases_and_typed_dicts(sources):
     assert description.summary == "The made one, in two lines."
     assert stated(description) == {
         "size": ("int", "how large, over two lines."),
-        "kind": ("a or b or null", "which one."),
+        "kind": ("a, b or null", "which one."),
         "width": ("int from 1 to 64 or null", "which one."),
     }
-    assert description.arguments["width"].comment == "which one; from 1 to 64" and not description.open
+    assert description.arguments["width"].comment("3", (), "") == "which one; from 1 to 64" and not description.open
     assert "parts" not in sys.modules
 
 

@@ -45,7 +45,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
 
 CPU_SECONDS, SECONDS = 40, 150
 MEMORY = 2 * 2**30  # beyond the size of the process before
-MOST_FAULTS = 8  # of a target; then its time is over
+MAX_FAULTS = 8  # of a target; then its time is over
 LONGEST = 4000  # characters of an error message
 
 ENDED = "the process ended or hung: too long, too much memory, or a crash"
@@ -228,7 +228,7 @@ def explore(name: str, worker: Worker, seconds: float, folder: Path) -> tuple[li
 
     def attempt(candidate: Input) -> None:
         nonlocal tried
-        if time.monotonic() > ends or len(faults) == MOST_FAULTS:
+        if time.monotonic() > ends or len(faults) == MAX_FAULTS:
             return
         tried += 1
         how, output = worker.try_out(json.loads(json.dumps(candidate)))
@@ -242,7 +242,7 @@ def explore(name: str, worker: Worker, seconds: float, folder: Path) -> tuple[li
             )
 
     batch = 0
-    while time.monotonic() < ends and len(faults) < MOST_FAULTS:
+    while time.monotonic() < ends and len(faults) < MAX_FAULTS:
         test = given(worker.target.inputs(worker.valid))(attempt)
         test = settings(
             max_examples=100, database=None, deadline=None, derandomize=False, phases=[Phase.generate],
