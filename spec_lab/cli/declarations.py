@@ -71,7 +71,7 @@ def check_target(sources: Sources, path: str, target: str) -> None:
 def qualified(message: str, path: str, part: Mapping[Any, Any]) -> str:
     """Return the message of a part with the full paths of the options that it names.
 
-    Beside the first word, which is one, those are meant that have an underscore or stand before "=".
+    Beside the first word, those are meant that have an underscore, or stand before "=" or in "set NAME to".
 
     Args:
         message: begins with the name of an option.
@@ -81,7 +81,7 @@ def qualified(message: str, path: str, part: Mapping[Any, Any]) -> str:
     known = {*declared(package_sources(), path.partition(".")[0], str(part["_target_"]))[0], *map(str, part)}
     assigned, written = "|".join(map(re.escape, known)), "|".join(re.escape(name) for name in known if "_" in name)
     first, space, rest = message.partition(" ")
-    options = rf"(?<![\w.])((?:{assigned})(?==)|(?:{written})(?![\w.(=]))"
+    options = rf"(?<![\w.])((?:{assigned})(?==)|(?<=set )(?:{assigned})(?= to )|(?:{written})(?![\w.(=]))"
     return f"{path}.{first}{space}" + re.sub(options, rf"{path}.\1", rest)
 
 

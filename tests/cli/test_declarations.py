@@ -145,9 +145,10 @@ def test_a_target_of_this_package_that_does_not_exist_is_refused_with_its_name_o
 
 def test_other_options_that_a_part_names_get_their_full_path():
     part = {"_target_": "spec_lab.propose.ngram.Ngram.load", "max_ngram": 3}
-    said = qualified("min_ngram is 5, larger than max_ngram: set depth=5, or a depth of arms.x.depth=3", "arms.a", part)
-    assert said == (
-        "arms.a.min_ngram is 5, larger than arms.a.max_ngram: set arms.a.depth=5, or a depth of arms.x.depth=3"
+    text = "min_ngram is 5, above max_ngram: give depth=5, or set depth to more than arms.x.depth=3"
+    assert qualified(text, "arms.a", part) == (
+        "arms.a.min_ngram is 5, above arms.a.max_ngram: give arms.a.depth=5, "
+        "or set arms.a.depth to more than arms.x.depth=3"
     )
 
 
