@@ -68,7 +68,7 @@ def _prose_cuts(text: str, rng: random.Random) -> Iterator[str]:
 def candidates(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, per_document: int
 ) -> list[dict[str, str]]:
-    """Prompts of ``MIN_TOKENS`` to ``MAX_TOKENS`` tokens, at most ``per_document`` of each document, in a fixed order."""
+    """Prompts of ``MIN_TOKENS`` to ``MAX_TOKENS`` tokens, at most ``per_document`` of each document, in order."""
     records = []
     for document in documents:
         rng = random.Random(document.source)
