@@ -231,6 +231,26 @@ class _ExpandedCache:
         return cached
 
 
+def read_interleaved(layers: DraftLayers) -> None:
+    """Let layers read weights for a rotary embedding that turns neighbours, numbers 2j and 2j + 1 of a head.
+
+    Theirs turns numbers j and j + D/2. Queries and keys are reordered alike, so that attention stays the same.
+    """
+    for layer in layers.layers:
+        attention, size = layer.self_attn, layer.self_attn.head_dim
+        order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+        for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            for tensor in getattr(attention, name, nn.Identity()).parameters():
+                heads = tensor.data.unflatten(0, (-1, size))
+                tensor.data = heads.index_select(1, order.to(tensor.device)).flatten(0, 1)
+
+
+def over_all_tokens(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits ``[n, W]`` of the tokens ``ids`` ``[W]`` -> ``[n, V]``, -inf of all others."""
+    whole = logits.new_full((len(logits), vocab_size), -torch.inf)
+    return whole.index_copy_(1, ids, logits)
+
+
 def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
     """An RMSNorm of this width, on the meta device, with the layers' epsilon."""
     return nn.RMSNorm(width, eps=float(layers.config.rms_norm_eps), device="meta")

@@ -1,5 +1,7 @@
 """Random block drafters for tiny targets, written as their authors write them."""
 
+import torch
+
 from tests.drafters.eagle_heads import _config, _layer, _maker
 
 DIM = 8
@@ -67,3 +69,27 @@ def dspark(
     name = "DSparkDraftModel" if layout == "specforge" else "DFlashDraftModel"
     more = {"model_type": "qwen3", "architectures": [name], "block_size": size, "dflash_config": inner}
     return _config(h, layers, **more | config), tensors
+
+
+def speculators(drafter, kind, v, ids=None):
+    """A drafter of DeepSpec's or z-lab's layout as speculators writes it, for the tokens ``ids``; None: all."""
+    config, tensors = drafter
+    inner = config.get("dflash_config", config)
+    own = ("sample_from_anchor", "markov_rank", "markov_head_type")
+    head = tensors["lm_head.weight"] if ids is None else tensors["lm_head.weight"][ids]
+    tables, markov, rows = {}, {}, "markov_head.markov_w2.weight"
+    if ids is not None:
+        markov = {rows: tensors[rows][ids]} if rows in tensors else {}
+        kept = torch.tensor(ids)
+        tables["d2t"] = kept - torch.arange(len(ids))
+        tables["t2d"] = torch.zeros(v, dtype=torch.bool).index_fill_(0, kept, True)
+    outside = {"dflash_config", "block_size", "mask_token_id", "target_layer_ids", "architectures", *own}
+    outside |= {"enable_confidence_head", "confidence_head_with_markov"}
+    return {
+        "speculators_model_type": kind, "speculators_version": "0.7.0", "architectures": ["DSparkSpeculator"],
+        "speculators_config": {"algorithm": kind}, "draft_vocab_size": len(head), "target_hidden_size": None,
+        "block_size": config["block_size"], "mask_token_id": inner["mask_token_id"], "sliding_window_non_causal": False,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+        "transformer_layer_config": {name: value for name, value in config.items() if name not in outside},
+        **{name: inner[name] for name in own if name in inner},
+    }, {**tensors, "lm_head.weight": head, **tables, **markov}  # fmt: skip

@@ -7,7 +7,7 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.verify import Traversal
-from tests.drafters.block_drafters import dflash, dspark
+from tests.drafters.block_drafters import dflash, dspark, speculators
 from tests.drafters.eagle_heads import SIZES, written
 from tests.oracles import block as oracle
 from tests.propose.lab import (
@@ -28,6 +28,7 @@ from tests.tiny import VOCABULARY, tiny_target
 
 H = 32
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+KEPT = [0, 2, 3, 7, *range(11, 55), 57]
 VARIANTS = {
     "dflash": dflash(H, rope_theta=1e6),
     "dflash-llama": dflash(H, family="llama", layers=1, size=4),
@@ -37,6 +38,11 @@ VARIANTS = {
     "dspark-gated": dspark(H, VOCABULARY, kind="gated", layout="specforge", mask=60),
     "dspark-rnn": dspark(H, VOCABULARY, kind="rnn", layout="modelopt", mask=60),
     "dspark-own-row": dspark(H, VOCABULARY, kind="rnn", layout="specforge", mask=60, sample_from_anchor=False),
+    "dspark-speculators": speculators(dspark(H, VOCABULARY, kind="gated"), "dspark", VOCABULARY, KEPT),
+    "dflash-speculators": speculators(
+        dflash(H, head=VOCABULARY, layers=1, layer_types=["sliding_attention"], sliding_window=5), "dflash", VOCABULARY
+    ),
+    "dflash-neighbours": dflash(H, layers=1, rope_is_neox_style=False),
     "dflash-windows": dflash(
         H, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
     ),
@@ -58,6 +64,7 @@ VARIANTS = {
 KINDS = {
     "dflash-windows": [(6, True), (None, False)],
     "dflash-llama-windows": [(None, False), (4, False)],
+    "dflash-speculators": [(5, True)],
     "dflash-swa": [(7, False)] * 2,
     "dflash-causal": [(None, True)],
 }
@@ -79,7 +86,8 @@ def reference(name, target, text, path):
     config, w = VARIANTS[name]
     model, inner = target.lm.model, config.get("dflash_config", config)
     states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
-    taps = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], -1)
+    numbers = config.get("aux_hidden_state_layer_ids") or [layer + 1 for layer in inner["target_layer_ids"]]
+    taps = torch.cat([states[number][0] for number in numbers], -1)
     parts = model.get_input_embeddings().weight, model.lm_head.weight
     block = text[-1], inner["mask_token_id"], config["block_size"]
     scales = [
@@ -90,9 +98,14 @@ def reference(name, target, text, path):
             ("final_logit_softcapping", None),
         )
     ]
-    hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, config["rope_theta"], *scales, KINDS.get(name, ()))
+    theta = config.get("transformer_layer_config", config)["rope_theta"]
+    reading = KINDS.get(name, ()), not config.get("rope_is_neox_style", True)
+    hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, theta, *scales, *reading)
     next_row = config.get("sample_from_anchor", name.startswith("dspark"))
-    return oracle.level(w, hidden, logits, [text[-1], *path], next_row)
+    found = oracle.level(w, hidden, logits, [text[-1], *path], next_row)
+    if len(found) < VOCABULARY:
+        found = torch.full((VOCABULARY,), -torch.inf, dtype=found.dtype).index_copy(0, torch.tensor(KEPT), found)
+    return found
 
 
 def check(name, target, draft, sequences):
@@ -271,7 +284,6 @@ REFUSED = {
     "taps": (dflash, inner(target_layer_ids=[0, 4]), "names layer 4, but the target .* -1 to 3 can"),
     "taps of text": (dflash, inner(target_layer_ids="all"), "list of layers"),
     "fewer taps": (dflash, inner(target_layer_ids=[1]), r"fc.weight is \[32, 64\], not \[32, 32\]"),
-    "descending taps": (dflash, inner(target_layer_ids=[2, 0]), r"ascending order, not \[2, 0\]"),
     "the same tap twice": (dflash, inner(target_layer_ids=[2, 2]), "different layers"),
     "other taps outside": (dflash, outer(target_layer_ids=[0, 1]), r"is \[0, 1\], but \[0, 2\] in dflash_config"),
     "another block inside": (dflash, inner(block_size=7), "block_size is 5, but 7 in dflash_config"),
@@ -296,10 +308,13 @@ REFUSED = {
         outer(architectures=["DFlashDraftModel"], markov_rank=6),
         "markov_rank is 6, and only 0",
     ),
-    "an anchor of two minds": (dspark, outer(sample_from_anchor=False, shift_label=True), "shift_label is True, but"),
+    "an anchor of two minds": (
+        dspark,
+        outer(sample_from_anchor=False, shift_label=True),
+        "shift_label is True, which contradict",
+    ),
     "another kind": (dflash, inner(projector_type="xpress"), "projector_type 'xpress' is not supported, only 'dflash'"),
-    "interleaved rotation": (dspark, outer(rope_is_neox_style=False), "rope_is_neox_style is False, and only True"),
-    "causal and not": (dflash, outer(causal=True, is_causal=False), "is_causal is False, but causal is True"),
+    "causal and not": (dflash, outer(causal=True, is_causal=False), "is_causal is False and causal is True, which"),
     "windows without a size": (dflash, inner(use_swa=True), "sliding_window must be a whole number"),
     "windows by one field only": (
         dflash,
@@ -315,11 +330,22 @@ REFUSED = {
         r"conv_kernel_size \(2\), .*selector_rank \(256\)",
     ),
     "Domino": (dflash, inner(projector_type="domino", gru_hidden_dim=8), "projector_type 'domino' is not supported"),
-    "speculators": (
+    "another speculator": (
+        dspark,
+        outer(speculators_model_type="mtp"),
+        "speculators_model_type 'mtp' is not supported",
+    ),
+    "no layers of speculators": (
         dspark,
         outer(speculators_model_type="dspark"),
-        "format of speculators .speculators_model_type 'dspark'.",
+        "transformer_layer_config must be a mapping",
     ),
+    "a smaller vocabulary without d2t": (
+        dflash,
+        lambda c, t: t.update({"lm_head.weight": torch.ones(9, H)}),
+        "drafts 9 of the target's 61 tokens, but holds no d2t",
+    ),
+    "a smaller vocabulary without its head": (dflash, outer(draft_vocab_size=9), "drafts 9 .* holds no lm_head.weight"),
     "unknown field": (dspark, outer(gate_scale=2), r"gate_scale \(2\)"),
     "block": (dflash, outer(block_size=0), "block_size must be a whole number"),
     "block of one": (dflash, outer(block_size=1), "block_size is 1"),
@@ -331,7 +357,11 @@ REFUSED = {
     "recurrent": (dspark, outer(markov_head_type="rnn"), "markov_head.joint_proj.weight is missing"),
     "another Markov head": (dspark, outer(markov_head_type="deep"), "one of vanilla, gated, rnn, not 'deep'"),
     "rank": (dspark, outer(markov_rank=5), r"markov_w1.weight is \[61, 6\], not \[61, 5\]"),
-    "another vocabulary": (dspark, lambda c, t: t.update({"lm_head.weight": torch.ones(9, H)}), "lm_head.weight is"),
+    "another vocabulary": (
+        dspark,
+        lambda c, t: t.update({"lm_head.weight": torch.ones(99, H)}),
+        "draft_vocab_size must be a whole number from 1 to 61, not 99",
+    ),
 }
 
 
@@ -342,6 +372,55 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(target, tmp_path
     change(config, tensors)
     with pytest.raises(ValueError, match=message):
         BlockDrafter.load(target, written(tmp_path / "drafter", config, tensors), depth=2)
+
+
+READINGS = {
+    "dflash": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "neox"},
+    "dspark": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "neox"},
+    "dspark-own-row": {"taps": [1, 2, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "neox"},
+    "dspark-speculators": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "neox"},
+    "dflash-windows": {"taps": [1, 3], "anchor": "own", "window": 6, "causal": "windows", "rope": "neox"},
+    "dflash-llama-windows": {"taps": [1, 3], "anchor": "own", "window": 4, "causal": "none", "rope": "neox"},
+    "dflash-causal": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "all", "rope": "neox"},
+    "dflash-neighbours": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "interleaved"},
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_the_reading_of_a_drafter_is_recorded_and_its_values_are_options(target, folders, name):
+    proposer = BlockDrafter.load(target, folders[name], depth=2)
+    assert proposer.reading.values == READINGS[name]
+    assert proposer.facts["reading"] == proposer.reading.facts
+    again = BlockDrafter.load(target, folders[name], depth=2, **READINGS[name])
+    assert again.network.settings == proposer.network.settings
+    for convention, _, value in proposer.reading.others:
+        other = BlockDrafter.load(target, folders[name], depth=2, **{convention: value})
+        assert other.reading.values == READINGS[name] | {convention: value}
+
+
+@pytest.mark.parametrize(("name", "wrong", "right"), [
+    ("dspark-gated", {"sample_from_anchor": False}, {"anchor": "next"}),
+    ("dflash-neighbours", {"rope_is_neox_style": True}, {"rope": "interleaved"}),
+    ("dflash-causal", {"causal": False}, {"causal": "all"}),
+    ("dflash-swa", {"swa_window_size": 3}, {"window": 7}),
+    ("dflash", {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 3]}}, {"taps": [1, 3]}),
+])  # fmt: skip
+def test_an_option_sets_right_what_a_config_misstates(target, folders, tmp_path, name, wrong, right):
+    config, tensors = VARIANTS[name]
+    path = written(tmp_path / "drafter", config | wrong, tensors)
+    found = [
+        emitted(decode(target, BlockDrafter.load(target, folder, depth=3, **options), requests(WARM, new=10))[0])
+        for folder, options in ((folders[name], {}), (path, right), (path, {}))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+def test_taps_are_read_in_the_order_of_the_layers_and_the_other_order_is_offered(target, tmp_path, caplog):
+    config, tensors = dflash(H, ids=(2, 0))
+    proposer = BlockDrafter.load(target, written(tmp_path / "drafter", config, tensors), depth=2)
+    assert proposer.requires.hidden == (1, 3)
+    assert ("taps", "in the order of the list", [3, 1]) in proposer.reading.others
+    assert "proposer.taps=[3,1]" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"depth": 5}, {"tree": "1x1x1x1x1"}, {"nodes": 9, "max_depth": 5}])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from spec_lab.drafters.block.files import FIELDS as BLOCK
+from spec_lab.drafters.block.files import OF_SPECULATORS
 from spec_lab.drafters.drafter_files import IRRELEVANT, LAYER, MEANINGS, Fields
 from spec_lab.drafters.eagle.files import FIRST, SPECULATORS, THIRD
 from spec_lab.drafters.hydra.files import FIELDS as HYDRA
@@ -14,7 +15,18 @@ from spec_lab.drafters.medusa.files import OWN_FIELDS, PUBLISHED
 from tests.gguf_files import ZOO
 
 FILE = Path("config.json")
-FAMILIES = (*BLOCK.values(), FIRST, THIRD, SPECULATORS, LAYER, HYDRA, KANGAROO, OWN_FIELDS, PUBLISHED)
+FAMILIES = (
+    *BLOCK.values(),
+    *OF_SPECULATORS.values(),
+    FIRST,
+    THIRD,
+    SPECULATORS,
+    LAYER,
+    HYDRA,
+    KANGAROO,
+    OWN_FIELDS,
+    PUBLISHED,
+)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
     "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
@@ -91,6 +103,14 @@ PUBLISHED_CONFIGS = {  # as their authors and tools write them
         "mask_token_id": 151669, "target_layer_ids": [1, 9, 17], "projector_type": "dspark", "shift_label": True,
         "markov_rank": 256, "markov_head_type": "rnn", "use_confidence_head": True,
     }}),
+    "DSpark of speculators": (OF_SPECULATORS["dspark"], {
+        "architectures": ["DSparkSpeculator"], "aux_hidden_state_layer_ids": [2, 10, 18], "block_size": 7,
+        "confidence_head_with_markov": True, "draft_vocab_size": 32000, "dtype": "bfloat16",
+        "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 256, "mask_token_id": 151669,
+        "sample_from_anchor": True, "sliding_window_non_causal": False, "speculators_config": {"algorithm": "dspark"},
+        "speculators_model_type": "dspark", "speculators_version": "0.7.0", "target_hidden_size": None,
+        "tie_word_embeddings": False, "transformer_layer_config": QWEN3, "transformers_version": "4.57.1",
+    }),
     "Medusa": (PUBLISHED, {
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1,
         "transformers_version": "4.31.0",

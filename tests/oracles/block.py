@@ -9,7 +9,22 @@ import torch
 from tests.oracles.eagle import mlp, rms, rotated
 
 
-def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0, multiplier=1.0, cap=None, kinds=()):
+def rows(
+    w,
+    embedding,
+    head,
+    taps,
+    pending,
+    mask,
+    size,
+    sizes,
+    theta,
+    scale=1.0,
+    multiplier=1.0,
+    cap=None,
+    kinds=(),
+    interleaved=False,
+):
     """Normed outputs ``[size, H]`` and logits ``[size, V]`` of every row of a block, of the layers alone.
 
     taps: ``[n, k * H]`` the hidden states of the n computed positions, side by side.
@@ -32,8 +47,9 @@ def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0,
             return y.transpose(0, 1)
 
         both, everywhere = torch.cat([context, block]), torch.arange(n + size, dtype=torch.float64)
-        q = rotated(split("q", block, heads), everywhere[n:], theta)
-        k, v = rotated(split("k", both, shared), everywhere, theta), split("v", both, shared)
+        turned = turned_neighbours if interleaved else rotated
+        q = turned(split("q", block, heads), everywhere[n:], theta)
+        k, v = turned(split("k", both, shared), everywhere, theta), split("v", both, shared)
         k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, v))
         window, causal = kinds[layer] if kinds else (None, False)
         hidden = torch.zeros(size, n + size, dtype=torch.bool)
@@ -49,6 +65,13 @@ def rows(w, embedding, head, taps, pending, mask, size, sizes, theta, scale=1.0,
     normed = rms(x, w["norm.weight"])
     logits = multiplier * (normed @ head.T)
     return normed, logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def turned_neighbours(x, places, theta):
+    """``[heads, n, dim]`` turned by a rotary embedding whose pairs are neighbours, as complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    angles = places[:, None] * theta ** (-2 * torch.arange(pairs.shape[-1], dtype=x.dtype) / x.shape[-1])
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
 def level(w, hidden, logits, path, next_row):

@@ -8,7 +8,9 @@ computed, and are not read, are refused by name (``FIELDS``).
 
 The fields of a drafter stand at the top level of the config (DeepSpec) or in its ``dflash_config`` (z-lab, SpecForge,
 ModelOpt). Which kind it is, is told by ``projector_type``, else by the class in ``architectures``, else by
-``markov_rank``.
+``markov_rank``. In the format of speculators ``speculators_model_type`` tells, ``transformer_layer_config`` describes
+the layers, and taps are numbers of hidden states, in ``aux_hidden_state_layer_ids``. An LM head for a smaller
+vocabulary has ``d2t`` (``drafters.eagle.files``).
 
 - DFlash: ``block_size``, ``mask_token_id`` and ``target_layer_ids``; perhaps ``output_multiplier`` of the logits, which
   ``final_logit_softcapping`` then caps, and ``input_embedding_scale``. Row i of a block predicts the token at its own
@@ -24,12 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from spec_lab.core.options import brief
 from spec_lab.drafters.block.heads import HeadKind, HeadSettings
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
+from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings
+from spec_lab.drafters.eagle.files import draft_tokens
 from spec_lab.drafters.layouts import Entry, Layout
 from spec_lab.models.target import Target
 
@@ -40,6 +44,8 @@ BLOCK = Layout("block drafter", (
         for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
     ),
     Entry("layers.{l}.*", "body.layers.{l}.*"),
+    Entry("d2t", "", "?"),
+    Entry("t2d", "", "?"),
     Entry("*", "*"),  # fc, hidden_norm, norm, embed_tokens, lm_head
 ))  # fmt: skip
 """Names of z-lab, DeepSpec and SpecForge, those of ModelOpt, and those of early files of SpecForge."""
@@ -52,11 +58,18 @@ ARCHITECTURES: Mapping[str, Kind] = {
 INNER = "dflash_config"
 ANCHOR = {"sample_from_anchor": True, "shift_label": True, "dspark_bonus_anchor": False}
 """Fields that tell whether the pending token's row drafts the first level, and their value where it does."""
+CAUSAL = {"is_causal": True, "causal": True}
+"""Fields that tell whether the rows of a block attend to rows before them only, and their value where they do."""
+INTERLEAVED = {"rope_is_neox_style": False, "is_neox_style": False}
+"""Fields that tell whether the rotary embedding turns neighbours, and their value where it does."""
 PLACES = {
     "block_size", "mask_token_id", "target_layer_ids", "projector_type", "final_logit_softcapping", "output_multiplier",
-    "input_embedding_scale", "causal", "is_causal", "use_swa", "swa_window_size", *ANCHOR,
+    "input_embedding_scale", "use_swa", "swa_window_size", "draft_vocab_size", *ANCHOR, *CAUSAL, *INTERLEAVED,
 }  # fmt: skip
 """Fields that may stand at the top level or in ``dflash_config``."""
+SPECULATORS, TAPS = "speculators_model_type", "aux_hidden_state_layer_ids"
+OWN = (SPECULATORS, TAPS, "sliding_window_non_causal")
+"""Fields of the format of speculators."""
 MARKOV_FIELDS = ("markov_rank", "markov_head_type")
 MEANS: Meanings = {
     "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
@@ -68,7 +81,8 @@ NOT_READ = {
     "confidence_head_with_markov": "the tensors of the files tell",
 }
 CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
-COMMON = {*LAYER.read, *PLACES, "target_hidden_size", "use_sliding_window", "sliding_window", "max_window_layers"}
+WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+COMMON = {*LAYER.read, *PLACES, *WINDOWS, "target_hidden_size"}
 NO_HEADS = (False,), "projector_type or architectures of a drafter with DSpark's heads must say so"
 FIELDS: Mapping[Kind, Fields] = {
     "dflash": Fields(
@@ -80,61 +94,93 @@ FIELDS: Mapping[Kind, Fields] = {
     "dspark": Fields("a DSpark drafter", {*COMMON, *MARKOV_FIELDS, *CONFIDENCE}, MEANS, NOT_READ),
 }
 """At the top level of the config, and in its ``dflash_config``."""
+OF_SPECULATORS: Mapping[Kind, Fields] = {
+    kind: Fields(
+        f"{fields.what} in the format of speculators",
+        {
+            *OWN, "transformer_layer_config", "draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id",
+            "sample_from_anchor", *({*fields.read} & {*MARKOV_FIELDS, *CONFIDENCE}),
+        },
+        {},
+        {**NOT_READ, "model_type": "speculators_model_type tells"},
+    )
+    for kind, fields in FIELDS.items()
+}  # fmt: skip
+"""In the format of speculators, beside the layers."""
+OF_LAYERS = Fields(LAYER.what, {*LAYER.read, *WINDOWS})
 MAX_BLOCK = 256
 MAX_SCALE = 1e6
 """Maximum factor of logits or embeddings."""
 
 
-def read_block(path: str, target: Target) -> BlockNetwork:
+def read_block(path: str, target: Target, options: Mapping[str, Any] | None = None) -> BlockNetwork:
     """Read a block drafter for a target, into its dtype and onto its device.
+
+    Args:
+        path: of the folder.
+        target: the target.
+        options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
         ValueError: the folder holds no block drafter; the config describes none that is supported; a tensor is missing,
-            surplus, misshapen, NaN or infinite; the drafter is for another hidden size, another vocabulary or hidden
-            states that the target does not have.
+            surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the drafter is for another hidden size, another
+            vocabulary or hidden states that the target does not have.
     """
-    with DrafterFiles.open(path, "a block drafter", target, converts=False) as files:
-        settings = _settings(files)
-        return files.read(BLOCK, lambda: BlockNetwork(settings))
+    with DrafterFiles.open(path, "a block drafter", target, converts=False, options=options) as files:
+        stated = _stated(files)
+        settings = _settings(files, stated)
+        interleaved = _two(files, "rope", _one_of(files, stated, INTERLEAVED), False, ("neox", "interleaved"))
+        network = files.read(BLOCK, lambda: BlockNetwork(settings))
+        network.ids = draft_tokens(files, target.vocabulary, settings.draft_vocab_size).to(target.lm.device)
+        if interleaved:
+            read_interleaved(network.body)
+        return network
 
 
-def _settings(files: DrafterFiles) -> BlockSettings:
+def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
     """Return the settings of the drafter. Errors as of ``read_block``."""
     file, config, shapes, target = files.file, files.config, files.shapes, files.target
-    if "speculators_model_type" in config:
-        kind = brief(config["speculators_model_type"])
-        raise ValueError(
-            f"{file}: block drafters in the format of speculators (speculators_model_type {kind}) are not supported: "
-            "choose one in the layout of DFlash's or DSpark's authors"
-        )
-    stated = _stated(files)
-    kind = _kind(files, stated)
-    FIELDS[kind].check(file, config, INNER)
-    family = config.get("model_type")
+    kind, layer = _kind(files, stated), config.get("transformer_layer_config", config)
+    if SPECULATORS in config:
+        if layer is config or not isinstance(layer, dict):
+            found = brief(config.get("transformer_layer_config"))
+            raise ValueError(f"{file}: transformer_layer_config must be a mapping, not {found}")
+        OF_SPECULATORS[kind].check(file, config)
+        OF_LAYERS.check(file, layer)
+    else:
+        layer = config
+        FIELDS[kind].check(file, config, INNER)
+    family = layer.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, not {brief(family)}")
-    next_row = _next_row(files, stated, kind)
+    next_row = _two(files, "anchor", _one_of(files, stated, ANCHOR), kind == "dspark", ("own", "next"))
     size = files.whole("block_size", maximum=MAX_BLOCK, config=stated)
     if size + next_row < 2:
         raise ValueError(
             f"{file}: block_size is {size}: a block holds the pending token, and mask tokens that draft a level each"
         )
-    fields = files.layer_fields(config, target.context + size, windows=True)
-    windows, causal = _attention(files, stated)
-    h, layers = config["hidden_size"], files.whole("num_hidden_layers")
-    embedding, own_head = (shapes.get("embed_tokens.weight") or (None,))[0], "lm_head.weight" in shapes
+    fields = files.layer_fields(layer, target.context + size, windows=True)
+    if "layers.0.self_attn.q_norm.weight" in shapes:
+        fields["model_type"] = "qwen3"  # the block's authors build these layers whatever the target's family
+    windows, causal = _attention(files, stated, layer)
+    h, layers = layer["hidden_size"], files.whole("num_hidden_layers", config=layer)
+    embedding, own_head = (shapes.get("embed_tokens.weight") or (None,))[0], shapes.get("lm_head.weight")
     of_target = files.whole("target_hidden_size", h)
     files.check_target(of_target)
     if embedding is None or not own_head:
         files.check_target(h)
-    known = target.vocabulary if embedding is None else embedding
+    v, known = target.vocabulary, target.vocabulary if embedding is None else embedding
+    drafted = files.whole("draft_vocab_size", (own_head or (v,))[0], maximum=v, config=stated)
+    if not own_head and drafted != v:
+        raise ValueError(f"{files.folder} drafts {drafted} of the target's {v} tokens, but holds no lm_head.weight")
     head = _head(files, stated) if kind == "dspark" else None
     return BlockSettings(
-        fields, h, of_target, target.vocabulary, _taps(files, stated.get("target_layer_ids"), layers), size,
-        files.whole("mask_token_id", minimum=0, maximum=known - 1, config=stated), layers, next_row,
-        head=head, confidence=_confidence(files, stated, h, head.rank if head else 0), embedding=embedding,
-        own_head=own_head, embedding_scale=_factor(files, stated, "input_embedding_scale", 1.0),
+        fields, h, of_target, v, _taps(files, stated, layers), size,
+        files.whole("mask_token_id", minimum=0, maximum=known - 1, config=stated), layers, next_row, head=head,
+        confidence=_confidence(files, stated, h, head.rank if head else 0), embedding=embedding,
+        draft_vocab_size=drafted if own_head else None,
+        embedding_scale=_factor(files, stated, "input_embedding_scale", 1.0),
         logit_scale=_factor(files, stated, "output_multiplier", 1.0),
         logit_cap=_factor(files, stated, "final_logit_softcapping", 0.0), windows=windows, causal=causal,
     )  # fmt: skip
@@ -150,13 +196,15 @@ def _stated(files: DrafterFiles) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise ValueError(f"{files.file}: {INNER} must be a mapping, not {brief(inner)}")
     stated: dict[str, Any] = {}
-    for name in (*sorted(PLACES), *MARKOV_FIELDS, *CONFIDENCE):
+    for name in sorted({*PLACES, *MARKOV_FIELDS, *CONFIDENCE, *OWN}):
         values = [value for value in (files.config.get(name), inner.get(name)) if value is not None]
         if not values:
             continue
         stated[name] = values[0]
         if values[0] != values[-1]:
             raise ValueError(f"{files.file}: {name} is {brief(values[0])}, but {brief(values[1])} in {INNER}")
+    if files.flag("sliding_window_non_causal", config=stated):
+        stated["causal"] = False
     return stated
 
 
@@ -166,12 +214,13 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
     Raises:
         ValueError: it is none that is known.
     """
-    named = stated.get("projector_type")
+    field = SPECULATORS if SPECULATORS in files.config else "projector_type"
+    named = stated.get(field)
     if named is not None:
         if named not in FIELDS:
             known = " or ".join(map(brief, FIELDS))
-            raise ValueError(f"{files.file}: projector_type {brief(named)} is not supported, only {known}")
-        return named
+            raise ValueError(f"{files.file}: {field} {brief(named)} is not supported, only {known}")
+        return cast(Kind, named)
     classes = files.config.get("architectures")
     for name in classes if isinstance(classes, list) else []:
         if isinstance(name, str) and name in ARCHITECTURES:
@@ -185,22 +234,39 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
     return "dflash"
 
 
-def _next_row(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind) -> bool:
-    """Whether row i of a block predicts the token after its own position.
+def _one_of(files: DrafterFiles, stated: Mapping[str, Any], fields: Mapping[str, bool]) -> bool | None:
+    """What any of several flags states: whether it has the value in ``fields``; None where none is stated.
 
     Raises:
-        ValueError: fields that contradict each other.
+        ValueError: flags that contradict each other.
     """
-    found = {name: files.flag(name, config=stated) == value for name, value in ANCHOR.items() if name in stated}
+    found = {name: files.flag(name, config=stated) == value for name, value in fields.items() if name in stated}
     if len({*found.values()}) > 1:
-        raise ValueError(
-            f"{files.file}: {', '.join(f'{name} is {brief(stated[name])}' for name in found)}, but one says that the "
-            "pending token's row drafts a token, and one that it does not"
-        )
-    return next(iter(found.values()), kind == "dspark")
+        values = " and ".join(f"{name} is {brief(stated[name])}" for name in found)
+        raise ValueError(f"{files.file}: {values}, which contradict each other")
+    return next(iter(found.values()), None)
 
 
-def _attention(files: DrafterFiles, stated: Mapping[str, Any]) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _two(files: DrafterFiles, convention: str, stated: bool | None, default: bool, names: tuple[str, str]) -> bool:
+    """Choose between two values of a convention.
+
+    Args:
+        files: of the drafter.
+        convention: its name.
+        stated: whether the files state the second; None: they state nothing.
+        default: what is meant then.
+        names: of the values.
+    """
+    value = names[default if stated is None else stated]
+    why = "files that state nothing mean it" if stated is None else "the config states it"
+    other = names[1 - names.index(value)]
+    chosen = files.choose(convention, value, "default" if stated is None else "file", why, {other: other})
+    return bool(chosen == names[1])
+
+
+def _attention(
+    files: DrafterFiles, stated: Mapping[str, Any], layer: Mapping[str, Any]
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """The window of each layer, and whether the rows of a block attend to rows before them only.
 
     As z-lab's code and vLLM read them: without a field that says so, rows of layers with a window in ``layer_types``
@@ -209,17 +275,27 @@ def _attention(files: DrafterFiles, stated: Mapping[str, Any]) -> tuple[tuple[in
     Raises:
         ValueError: fields that contradict each other; no window.
     """
-    windows = files.windows(files.config)
-    causal = tuple(window is not None for window in windows)
+    windows = files.windows(layer)
+    default = "windows" if any(windows) else "none"
     size = files.whole("swa_window_size", config=stated) if "swa_window_size" in stated else None
-    if files.flag("use_swa", config=stated) and not any(causal):
-        windows = (size or files.whole("sliding_window"),) * len(windows)
+    if files.flag("use_swa", config=stated) and not any(windows):
+        windows = (size or files.whole("sliding_window", config=layer),) * len(windows)
     elif size is not None:
         windows = tuple(window and size for window in windows)
-    found = {name: files.flag(name, config=stated) for name in ("is_causal", "causal") if name in stated}
-    if len({*found.values()}) > 1:
-        raise ValueError(f"{files.file}: is_causal is {found['is_causal']}, but causal is {found['causal']}")
-    return windows, tuple(next(iter(found.values()), own) for own in causal)
+    largest = max(window or 0 for window in windows)
+    unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it
+    window = files.choose(
+        "window", largest, "file", "layer_types, use_swa and sliding_window tell", {"none": 0, "as stated": unused}
+    )
+    windows = tuple((window or None) if own or not largest else None for own in windows)
+    stated_causal = _one_of(files, stated, CAUSAL)
+    causal = files.choose(
+        "causal", default if stated_causal is None else "all" if stated_causal else "none",
+        "default" if stated_causal is None else "file",
+        "rows of a block attend to rows before them only in layers with a window in layer_types, unless a field tells",
+        {"in every layer": "all", "in no layer": "none", "in layers with a window": "windows"},
+    )  # fmt: skip
+    return windows, tuple(causal == "all" or (causal == "windows" and own is not None) for own in windows)
 
 
 def _head(files: DrafterFiles, stated: Mapping[str, Any]) -> HeadSettings | None:
@@ -256,16 +332,20 @@ def _factor(files: DrafterFiles, stated: Mapping[str, Any], name: str, default: 
     return float(value)
 
 
-def _taps(files: DrafterFiles, named: Any, layers: int) -> tuple[int, ...]:
+def _taps(files: DrafterFiles, stated: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The numbers of the hidden states that the drafter reads; spread over the target's layers if none are named."""
     last = files.target.lm.capabilities.hidden_layers
-    if named is None:
+    where, shift = (TAPS, 0) if SPECULATORS in files.config else ("target_layer_ids", 1)
+    if (named := stated.get(where)) is None:
         spread = [round(1 + i * (last - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [last // 2]
-        return tuple(max(0, min(layer + 1, last)) for layer in spread)
-    taps = files.taps("target_layer_ids", named, 1)
-    if taps != sorted({*taps}):
-        raise ValueError(
-            f"{files.file}: target_layer_ids must name different layers in ascending order, not {brief(named)}: "
-            "engines differ in the order in which they read others"
-        )
-    return tuple(taps)
+        taps = [max(0, min(layer + 1, last)) for layer in spread]
+        return files.choose_taps(taps, "default", f"{where} names none; DFlash spreads them over the layers")
+    listed = files.taps(where, named, shift)
+    taps = sorted(listed)
+    if len({*taps}) < len(taps):
+        raise ValueError(f"{files.file}: {where} must name different layers, not {brief(named)}")
+    why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
+    if taps == listed:
+        return files.choose_taps(taps, "file", why)
+    why += ", and engines read taps in the order of the layers"
+    return files.choose_taps(taps, "guess", why, {"in the order of the list": listed})

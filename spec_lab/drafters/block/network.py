@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, MarkovHead, head_of
-from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
+from spec_lab.drafters.draft_layers import (
+    DrafterNetwork,
+    DraftLayers,
+    over_all_tokens,
+    random_network,
+    rms_norm,
+    small_layer,
+)
 from spec_lab.models.target import Target
 from spec_lab.runners.attention import FULL, AttentionKind
 
@@ -44,7 +51,7 @@ class BlockSettings:
         confidence: width of what the confidence head reads: H, or H + r with the Markov head's embedding of the token
             above; 0: there is none.
         embedding: number of tokens of the drafter's own embedding; None: the target's is used.
-        own_head: whether the drafter has an LM head of its own.
+        draft_vocab_size: W, of the drafter's own LM head; None: the target's is used.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits.
         windows: of each layer (``DraftLayers``).
@@ -64,7 +71,7 @@ class BlockSettings:
     head: HeadSettings | None = None
     confidence: int = 0
     embedding: int | None = None
-    own_head: bool = False
+    draft_vocab_size: int | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
@@ -89,6 +96,9 @@ class BlockRows(NamedTuple):
 class BlockNetwork(DrafterNetwork):
     """The network, without weights until ``draft_layers.load_weights``."""
 
+    ids: Tensor
+    """``[W]`` the target's number of each token that the drafter's own LM head drafts, ascending."""
+
     def __init__(self, settings: BlockSettings) -> None:
         super().__init__()
         self.settings = settings
@@ -101,17 +111,24 @@ class BlockNetwork(DrafterNetwork):
         if settings.embedding is not None:
             self.embed_tokens = nn.Embedding(settings.embedding, h, device="meta")
         self.lm_head: nn.Linear | None = None
-        if settings.own_head:
-            self.lm_head = nn.Linear(h, settings.vocab_size, bias=False, device="meta")
+        if settings.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
         self.head: LevelHead | None = None
         if settings.head is not None:
-            self.head = head_of(settings.head, settings.vocab_size, settings.vocab_size, h)
+            drafted = settings.draft_vocab_size or settings.vocab_size
+            self.head = head_of(settings.head, settings.vocab_size, drafted, h)
+        self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
         self.confidence_head = nn.Linear(settings.confidence, 1, device="meta") if settings.confidence else None
 
     @property
     def levels(self) -> int:
         """Maximum number of levels that a block drafts."""
         return self.settings.block_size - (not self.settings.predicts_next)
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number of tokens that have a probability in a level."""
+        return self.settings.draft_vocab_size or self.settings.vocab_size
 
     @property
     def kinds(self) -> dict[int, AttentionKind]:
@@ -189,11 +206,12 @@ class BlockNetwork(DrafterNetwork):
             Logits ``[n, V]``, and the states ``[n, S]`` below that token.
         """
         logits = rows.logits.index_select(0, number)
-        if self.head is None:
-            return logits, state
-        above = self._above(token, state, level)
-        corrected, below = self.head(logits, rows.hidden.index_select(0, number), above)
-        return corrected, below
+        if self.head is not None:
+            above = self._above(token, state, level)
+            logits, state = self.head(logits, rows.hidden.index_select(0, number), above)
+        if logits.shape[1] < self.settings.vocab_size:
+            logits = over_all_tokens(logits, self.ids, self.settings.vocab_size)
+        return logits, state
 
     def confidence(self, hidden: Tensor, token: Tensor) -> Tensor:
         """The predicted probability ``[n]`` that a level's token is accepted if all above it are (DSpark 2607.05147).
@@ -219,7 +237,8 @@ class BlockNetwork(DrafterNetwork):
         settings = replace(
             settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
             taps=tuple(min(tap, last) for tap in range(len(settings.taps))), mask_token=target.vocabulary - 1,
-            block_size=levels + (not settings.predicts_next), embedding=None, own_head=False, confidence=0,
+            block_size=levels + (not settings.predicts_next), embedding=None, confidence=0,
+            draft_vocab_size=settings.draft_vocab_size and target.vocabulary - 1,
             head=None if settings.head is None else settings.head.toy(),
         )  # fmt: skip
         return random_network(BlockNetwork(settings), target)

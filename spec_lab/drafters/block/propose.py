@@ -8,16 +8,19 @@ are independent; with one it depends on the tokens above. Either way every row s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
 import torch
 
 from spec_lab.core.draft import Shape, upload
+from spec_lab.core.options import Whole, checked
+from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
+from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.features import FeatureReader, observe_features
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.packed import pack
@@ -57,12 +60,28 @@ class BlockDrafter(FeatureReader):
         self.lm: BlockLM = BlockLM(network, network.layers, target.lm.device, target.lm.dtype, kinds=network.kinds)
 
     @staticmethod
-    def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> BlockDrafter:
+    @checked
+    def load(
+        target: Target,
+        path: str,
+        taps: Taps | None = None,
+        anchor: Literal["own", "next"] | None = None,
+        causal: Literal["all", "windows", "none"] | None = None,
+        window: Annotated[int, Whole(0)] | None = None,
+        rope: Literal["neox", "interleaved"] | None = None,
+        **options: Unpack[TreeOptions],
+    ) -> BlockDrafter:
         """Read a block drafter and choose its trees.
 
         Args:
             target: whose hidden states it reads.
             path: folder of a DFlash or DSpark drafter, in safetensors.
+            taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
+                files are read; so are the next four.
+            anchor: whether row i of a block predicts its "own" position (DFlash) or the "next" (DSpark).
+            causal: layers in which rows of a block attend to rows before them only: all, windows or none.
+            window: of layers that have one, in positions; 0: none has.
+            rope: pairs of the rotary embedding: halves of a head (neox) or neighbours (interleaved).
             options: of the trees.
 
         Raises:
@@ -70,8 +89,9 @@ class BlockDrafter(FeatureReader):
             OSError: a file is missing.
         """
         plan = TreePlan.read(**options)
-        plan.check_width(target.vocabulary)
-        network = read_block(path, target)
+        reading = {"taps": taps, "anchor": anchor, "causal": causal, "window": window, "rope": rope}
+        network = read_block(path, target, reading)
+        plan.check_width(network.tokens)
         pack(network)
         return BlockDrafter(network, target, plan, weights_hash(path))
 
@@ -86,7 +106,12 @@ class BlockDrafter(FeatureReader):
         settings = self.network.settings
         facts = {"hidden_states": list(settings.taps), "block_size": settings.block_size}
         facts["head"] = None if settings.head is None else settings.head.kind
-        return self.plan.facts | facts
+        return self.plan.facts | facts | {"reading": self.reading.facts}
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.network.reading
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""

@@ -137,17 +137,21 @@ def read_eagle(
         if isinstance(settings, EagleSettings):
             return files.read(EAGLE, lambda: Eagle(settings), dtype)
         network = files.read(EAGLE3, lambda: Eagle3(settings), dtype)
-        network.ids = draft_tokens(files, settings).to(target.lm.device)
+        network.ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size).to(target.lm.device)
         return network
 
 
-def draft_tokens(files: DrafterFiles, settings: Eagle3Settings) -> Tensor:  # [W]
+def draft_tokens(files: DrafterFiles, v: int, w: int | None) -> Tensor:  # [W]
     """The target's number of each draft token, from ``d2t`` and ``t2d``.
+
+    Args:
+        files: of the drafter.
+        v: V, the target's vocabulary.
+        w: W, that of the drafter's own LM head; None: it has none.
 
     Raises:
         ValueError: a smaller vocabulary without ``d2t``; tables of other shapes; a ``d2t`` that is no offset.
     """
-    v, w = settings.vocab_size, settings.draft_vocab_size
     tables = {name: files.held[name][:] for name in TABLES if name in files.held}
     if w is None:
         return torch.arange(0)

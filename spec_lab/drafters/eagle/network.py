@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, rms_norm, small_layer
+from spec_lab.drafters.draft_layers import (
+    DrafterNetwork,
+    DraftLayers,
+    over_all_tokens,
+    random_network,
+    rms_norm,
+    small_layer,
+)
 from spec_lab.models.target import Target
 
 
@@ -195,8 +202,7 @@ class Eagle3(DrafterNetwork):
         normed = self.norm(x)
         logits = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
         if self.lm_head is not None and logits.shape[-1] < self.settings.vocab_size:
-            whole = logits.new_full((len(logits), self.settings.vocab_size), -torch.inf)
-            logits = whole.index_copy_(1, self.ids, logits)
+            logits = over_all_tokens(logits, self.ids, self.settings.vocab_size)
         return (normed if self.settings.norm_output else x), logits
 
     def toy(self, target: Target) -> Eagle3:

@@ -161,6 +161,7 @@ PROPOSERS = {
     "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
     "block chain": block("1x1", "iid", size=3),
     "block tree": block("2x1", "point", size=3),
+    "block with a smaller vocabulary": block("2x1", "without", size=3, draft_vocab_size=3),
     "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)),
     "block with Markov head, tree": block(
         "2x1", "without", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)
