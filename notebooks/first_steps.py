@@ -42,7 +42,7 @@ os.environ["COLUMNS"] = "100"
 # ## The files
 #
 # `manifest.json` records the configuration, the code and the machine; `summary.json` holds every number above and more.
-# All numbers and figures are computed from three tables: `rounds` has a row for each step of the batch, `steps` for
+# All numbers and figures are computed from three tables: `forwards` has a row for each step of the batch, `steps` for
 # each sequence in a step, `requests` for each prompt and arm. Rows call the arm of the proposer `speculative`,
 # whichever proposer it is, so that runs can be compared; `with_names` replaces this key by the proposer's name.
 
@@ -58,7 +58,9 @@ print(*sorted(str(file) for file in Path("first").rglob("*") if file.is_file()),
 recorded = metrics.load("first")
 tables = with_names(recorded, names_in_manifest(json.loads(Path("first/manifest.json").read_text())))
 display(tables.requests[["request", "arm", "prompt_tokens", "decode_tokens", "decode_seconds", "finish"]].head(4))
-display(tables.steps[["request", "arm", "round", "nodes", "path", "accepted", "emitted", "expected_accepted"]].head(4))
+display(
+    tables.steps[["request", "arm", "forward", "nodes", "path", "accepted", "emitted", "expected_accepted"]].head(4)
+)
 
 # %% [markdown]
 # ## Was it faster?

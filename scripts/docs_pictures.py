@@ -103,7 +103,7 @@ def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 def read_step(run: Path, request: int, number: int, prompt: Sequence[int]) -> Step:
     """Return a step of a run with record=replay; ``prompt`` are the tokens of its prompt."""
-    chosen = [("request", "==", request), ("round", "==", number)]
+    chosen = [("request", "==", request), ("forward", "==", number)]
     recorded = pd.read_parquet(run / "replay.parquet", filters=chosen).sort_values("row")
     step = pd.read_parquet(run / "steps.parquet", filters=chosen).iloc[0]
     output = pd.read_parquet(run / "requests.parquet", filters=chosen[:1]).iloc[0]
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("tree", type=Path, nargs="?", help="the first run")
     parser.add_argument("first", type=Path, nargs="?", help="the second run")
     parser.add_argument("--request", type=int, default=0, help="of the first run, the request that is drawn (0)")
-    parser.add_argument("--round", type=int, default=9, help="of this request, the step (9)")
+    parser.add_argument("--forward", type=int, default=9, help="of this request, the step (9)")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures (docs/images)"
     )
@@ -404,7 +404,7 @@ def main() -> None:
     tokenizer = Target.load(str(ROOT / "spec_lab" / "zoo" / "target")).tokenizer
     prompts = (ROOT / "spec_lab" / "zoo" / "prompts" / "code.jsonl").read_text().splitlines()
     prompt = tokenizer.encode(json.loads(prompts[given.request])["prompt"])
-    step = read_step(given.tree, given.request, given.round, prompt)
+    step = read_step(given.tree, given.request, given.forward, prompt)
     decode = lambda token: word(tokenizer.decode([token]))  # noqa: E731
     words = [decode(row.token) for row in step.rows]
     before = word(tokenizer.decode([*step.before[-5:], step.rows[0].token]).lstrip())

@@ -42,7 +42,7 @@ def run(tmp_path):
     recorded = [
         {
             "request": 0,
-            "round": 4,
+            "forward": 4,
             "position": 3,
             "row": row,
             "parent": parent,
@@ -53,9 +53,9 @@ def run(tmp_path):
         }
         for row, parent, token, kept_ids, q in rows
     ]
-    other = [row | {"round": 5} for row in recorded]
+    other = [row | {"forward": 5} for row in recorded]
     pd.DataFrame([*other, *recorded[::-1]]).to_parquet(tmp_path / "replay.parquet")
-    pd.DataFrame([{"request": 0, "round": 4, "path": [0], "emitted": 2}]).to_parquet(tmp_path / "steps.parquet")
+    pd.DataFrame([{"request": 0, "forward": 4, "path": [0], "emitted": 2}]).to_parquet(tmp_path / "steps.parquet")
     output = {"request": 0, "prompt_tokens": 2, "tokens": [5, 70000, 8, 9]}
     pd.DataFrame([output]).to_parquet(tmp_path / "requests.parquet")
     return tmp_path

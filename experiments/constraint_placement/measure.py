@@ -147,8 +147,8 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
     """One row for each way to decode."""
     for way in ways(temperature):
         steps = metrics.decode_steps(tables.steps, way.arm)
-        seconds = metrics.decode_seconds(tables.rounds, way.arm)
-        busy, waited = metrics.mask_seconds(tables.rounds, way.arm)
+        seconds = metrics.decode_seconds(tables.forwards, way.arm)
+        busy, waited = metrics.mask_seconds(tables.forwards, way.arm)
         emitted, free = steps["emitted_kept"] - steps["forced_emitted_kept"], steps["nodes"] - steps["forced"]
         accepted = steps["accepted"] - steps["forced_accepted"]
         requests, drafted = (
@@ -174,7 +174,7 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
             **spread("accepted_free", pooled(accepted, free, requests)),
             "mask_share": busy / seconds if seconds else float("nan"),
             "mask_wait_share": waited / seconds if seconds else float("nan"),
-            "overhead": metrics.overhead(tables.rounds, way.arm),
+            "overhead": metrics.overhead(tables.forwards, way.arm),
             "identical_outputs": metrics.identical_outputs(tables.requests, way.arm, way.plain.arm),
             "repeated_8gram_share": metrics.repeated_8gram_share(
                 tables.requests.loc[tables.requests["arm"] == way.arm, "tokens"]

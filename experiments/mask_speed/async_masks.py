@@ -73,18 +73,18 @@ def measure(target, proposer, applied, requests, size, bar) -> dict:
     for loop in ways.values():
         loop.decode([replace(request, max_new_tokens=16) for request in requests[:size]])
     seconds = {way: [] for way in ways}
-    rounds = {way: [] for way in ways}
+    forwards = {way: [] for way in ways}
     for number, start in enumerate(range(0, len(requests), size)):
         for way in list(ways)[:: 1 if number % 2 else -1]:
             done = ways[way].decode(requests[start : start + size])
             rows, _ = writer.rows_of(done.steps, number, way)
-            rounds[way] += [row for row in rows if not row["prefill"]]
+            forwards[way] += [row for row in rows if not row["prefill"]]
             seconds[way].append(sum(row["whole"] for row in rows if not row["prefill"]))
         bar.update(size)
     ratio = metrics.interval([b / s for s, b in zip(seconds["serial"], seconds["async"], strict=True) if s])
     share = {
         way: {
-            what: sum(row[what] for row in rounds[way]) / sum(row["whole"] for row in rounds[way])
+            what: sum(row[what] for row in forwards[way]) / sum(row["whole"] for row in forwards[way])
             for what in ("mask_busy", "mask_wait")
         }
         for way in ways

@@ -81,11 +81,11 @@ def _error(both: pd.DataFrame) -> float:
 def _seconds_error(cost: costs.Cost, tables: metrics.Tables, arm: str) -> float:
     """Return predicted over measured seconds of all decode steps of an arm, less 1."""
     steps = tables.steps[(tables.steps["arm"] == arm) & ~tables.steps["prefill"]]
-    each = steps.groupby(["group", "round"]).agg(
+    each = steps.groupby(["group", "forward"]).agg(
         nodes=("nodes", "mean"), batch=("request", "size"), context=("context", "mean")
     )
-    rounds = tables.rounds[tables.rounds["arm"] == arm].sort_values(["group", "round"])
-    took = since_last_step(rounds)[~rounds["prefill"]].sum()
+    forwards = tables.forwards[tables.forwards["arm"] == arm].sort_values(["group", "forward"])
+    took = since_last_step(forwards)[~forwards["prefill"]].sum()
     return float(cost.step(arm, each["nodes"], each["batch"], each["context"]).sum() / took - 1)
 
 

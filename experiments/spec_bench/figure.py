@@ -60,7 +60,7 @@ def results(run: Path) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for name in ordered(list(task), list(TASKS)) + ["all"]:
         groups = tables.requests.loc[task.eq(name) | (name == "all"), "group"]
-        every = tables.rounds, tables.steps, tables.requests
+        every = tables.forwards, tables.steps, tables.requests
         part = metrics.Tables(*(table[table["group"].isin(groups)] for table in every))
         rows += [{"task": name, **row} for row in of_task(part, names)]
     return pd.DataFrame(rows)

@@ -42,8 +42,8 @@ def command(*options: str) -> float:
 
 def decoding(run: Path) -> float:
     """Return the seconds of a run inside the decode loops of all arms, prefill included."""
-    rounds = metrics.load(run).rounds
-    return float((rounds["start"] + rounds["whole"]).groupby([rounds["group"], rounds["arm"]]).max().sum())
+    forwards = metrics.load(run).forwards
+    return float((forwards["start"] + forwards["whole"]).groupby([forwards["group"], forwards["arm"]]).max().sum())
 
 
 def workers(folder: Path, jobs: int, prompts: int, repeats: int) -> dict:

@@ -136,8 +136,8 @@ def time_chains(
     def ours(verifier: Verifier) -> Callable[[Chains, int], float]:
         def run(chains: Chains, number: int) -> float:
             draft = chains.draft
-            round_ = [(request, branch, number) for request, branch, _ in who]
-            row = choose(verifier(draft, chains.p), draft.shape, chains.p, draws, round_).row
+            keys = [(request, branch, number) for request, branch, _ in who]
+            row = choose(verifier(draft, chains.p), draft.shape, chains.p, draws, keys).row
             return float(draft.shape.depth[row].mean())
 
         return run
@@ -205,11 +205,11 @@ def time_tree(
     temperature: float,
     names: Sequence[str],
     context: int,
-    rounds: int,
+    steps: int,
 ) -> pd.DataFrame:
-    """Return seconds of the phases of real steps ``[rounds, ..]``; the verifiers that support such drafts alternate.
+    """Return seconds of the phases of real steps ``[steps, ..]``; the verifiers that support such drafts alternate.
 
-    One sequence at a time is decoded from ``context`` tokens on, ``rounds`` steps in total for each verifier.
+    One sequence at a time is decoded from ``context`` tokens on, ``steps`` steps in total for each verifier.
     """
     proposer = DraftModel.load(target, draft, tree=tree, drawn=drawn)
     candidates, lm, clock, draws = verifiers(names, drawn), target.lm, target.lm.clock, CounterDraws(0)
@@ -220,8 +220,8 @@ def time_tree(
     long = [request for request in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(request.tokens) > 8]
     each = 4 * len(candidates)  # steps for each prompt
     rows: list[dict[str, float | str]] = []
-    number, wanted = 0, rounds * len(candidates)
-    progress = tqdm(total=wanted, unit="round", desc=f"{drawn}, temperature {temperature:g}")
+    number, wanted = 0, steps * len(candidates)
+    progress = tqdm(total=wanted, unit="step", desc=f"{drawn}, temperature {temperature:g}")
     for request in long * (1 + wanted // (each * len(long))):
         tokens = list((request.tokens * (1 + context // len(request.tokens)))[:context])
         room = context + each * (1 + proposer.nodes)
@@ -284,12 +284,12 @@ def chains_table(seconds: pd.DataFrame, accepted: pd.DataFrame, title: str) -> t
     return view, numbers
 
 
-def forward_table(rounds: pd.DataFrame, title: str) -> tuple[Table, dict]:
+def forward_table(timed: pd.DataFrame, title: str) -> tuple[Table, dict]:
     """The second measurement as a table and as numbers."""
     view = table(title, "phase", "ms [quartiles]", "least", "over forward, %", "least", "accepted")
-    forward, numbers = rounds["forward"], {}
-    parts = {"forward": (rounds, "forward"), "probabilities": (rounds, "probabilities")}
-    parts |= {name: (some, "verify") for name, some in rounds.groupby("verifier", sort=False)}
+    forward, numbers = timed["forward"], {}
+    parts = {"forward": (timed, "forward"), "probabilities": (timed, "probabilities")}
+    parts |= {name: (some, "verify") for name, some in timed.groupby("verifier", sort=False)}
     for name, (some, phase) in parts.items():
         ms, share = quartiles(some[phase], 1e3), quartiles(100 * some[phase] / some["forward"])
         share[3] = 0.1 * ms[3] / float(forward.min())
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=ZOO / "prompts" / "code.jsonl")
     parser.add_argument("--tree", default="4x3x2x1", help="64 nodes")
     parser.add_argument("--context", type=int, default=200, help="tokens before the first tree")
-    parser.add_argument("--rounds", type=int, default=40, help="of the second measurement, for each verifier")
+    parser.add_argument("--steps", type=int, default=40, help="of the second measurement, for each verifier")
     parser.add_argument("--threads", type=int, default=2)
     names = sorted((file.stem for file in CONF.glob("*.yaml")), key=lambda name: (name != "token", name))
     parser.add_argument("--verifiers", nargs="+", default=names, choices=names)
@@ -333,15 +333,13 @@ def main() -> None:
         if arguments.only != "chains":
             target = Target.load(arguments.target, device=device)
             for drawn, temperature in (("point", 0.0), ("iid", 1.0), ("without", 1.0)):
-                rounds = time_tree(
+                timed = time_tree(
                     target, arguments.draft, arguments.prompts, arguments.tree, drawn, temperature,
-                    arguments.verifiers, arguments.context, arguments.rounds,
+                    arguments.verifiers, arguments.context, arguments.steps,
                 )  # fmt: skip
-                nodes = int(rounds["nodes"].median())
+                nodes = int(timed["nodes"].median())
                 title = f"tree of {nodes} nodes drawn {drawn}, temperature {temperature:g}, V = {target.vocabulary}, "
-                view, numbers = forward_table(
-                    rounds, title + f"{str(target.lm.dtype).removeprefix('torch.')}, {device}"
-                )
+                view, numbers = forward_table(timed, title + f"{str(target.lm.dtype).removeprefix('torch.')}, {device}")
                 result[f"{drawn}, {temperature:g}, {device}"] = numbers
                 console.print(view)
     console.print(f"{facts['threads']} threads, {facts['machine']['processor']}, {facts['machine']['cores']} cores")

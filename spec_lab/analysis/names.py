@@ -42,5 +42,5 @@ def renamed(values: Mapping[str, Value], names: Mapping[str, str]) -> dict[str, 
 
 def with_names(tables: Tables, names: Mapping[str, str]) -> Tables:
     """Return the rows with the names under which their arms are shown, for figures and tables."""
-    frames = (tables.rounds, tables.steps, tables.requests)
+    frames = (tables.forwards, tables.steps, tables.requests)
     return Tables(*(frame.assign(arm=frame["arm"].replace(dict(names))) for frame in frames))

@@ -1,4 +1,4 @@
-"""What one step did: a row of the table ``rounds``, and for each sequence a row of the table ``steps``."""
+"""What one step did: a row of the table ``forwards``, and for each sequence a row of the table ``steps``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Chunk = tuple[SequenceState, int]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepInfo:
-    """What one step did: a row of the table ``rounds``, and for each sequence a row of the table ``steps``.
+    """What one step did: a row of the table ``forwards``, and for each sequence a row of the table ``steps``.
 
     Args:
         sequences: ``[B]`` those that were decoded, each with a draft tree.
@@ -101,7 +101,7 @@ class StepInfo:
         return seconds
 
     def row(self) -> dict[str, Any]:
-        """Columns of ``rounds``."""
+        """Columns of ``forwards``."""
         return {
             "prefill": all(self.prefill),
             "live": len(self.sequences),

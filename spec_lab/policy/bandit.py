@@ -202,7 +202,7 @@ class Bandit(Policy):
         if unknown:
             return max(unknown, key=_depth)
         if self.rule == "ucb":
-            time = max(_rounds(self.arms, known.steps), math.e)
+            time = max(_steps(self.arms, known.steps), math.e)
             index = known.speedup + self.exploration * np.sqrt(math.log(time) / known.steps)
             return self.arms[int(index.argmax())]
         spread = np.maximum(known.deviation, self.exploration) / np.sqrt(known.steps)
@@ -242,7 +242,7 @@ def _depth(arm: Limit) -> int:
     return arm.depth or 0  # the configurations of a bandit name their depth
 
 
-def _rounds(arms: Sequence[Limit], steps: np.ndarray) -> float:
+def _steps(arms: Sequence[Limit], steps: np.ndarray) -> float:
     """The steps of all configurations: with the same threshold and part, the smallest depth has observed every one."""
     largest: dict[Limit, float] = {}
     for arm, count in zip(arms, steps, strict=True):

@@ -32,7 +32,7 @@ DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PERIOD = 24
 """Tokens after which the text repeats on which steps are timed, so that look-ups find drafts."""
 
-MEASURED = ("costs", "expected_", "round_")
+MEASURED = ("costs", "expected_", "step_")
 """How the names of facts begin that ``propose.calibrate`` measures."""
 
 

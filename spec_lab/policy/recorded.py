@@ -67,7 +67,7 @@ class RecordedPolicy(Policy):
             raise WrongOption(f"path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
         if (rows["parent_sequence"] >= 0).any():
             raise WrongOption(f"path={path} has forks, whose decisions cannot be repeated")
-        ordered = rows.sort_values(["group", "round"])
+        ordered = rows.sort_values(["group", "forward"])
         limits = {int(n): [Limit.parse(text) for text in each] for n, each in ordered.groupby("request")["policy"]}
         policy = manifest["proposers"].get(arm, {}).get("policy")
         rule = rule_of(policy if isinstance(policy, Mapping) else {})

@@ -88,8 +88,8 @@ class Calibration:
             "costs_steady": costs.steady,
             "costs_spread": costs.overall_spread,
             "costs_other_load": costs.other_load,
-            "round_seconds": costs.seconds,
-            "round_spread": costs.spread,
+            "step_seconds": costs.seconds,
+            "step_spread": costs.spread,
         }
 
 

@@ -116,7 +116,7 @@ class RecordedTrees:
         q: ``[R, W]`` float64, their draft probabilities as drawn from; 0 fills up, and where ``expanded`` is False.
         rest: ``[R, 4]`` float64: of all other tokens the mass of p and of q, and the largest p and q.
         expanded: ``[R]`` bool, whether the row has a q.
-        steps: ``[B]`` one row for each tree: group, request, sequence, round, position, prefill.
+        steps: ``[B]`` one row for each tree: group, request, sequence, forward, position, prefill.
         vocabulary: V.
         sampling: of the target; all requests of a run have the same.
         texts: by request; empty where none is known.
@@ -258,7 +258,7 @@ def of_rows(
     """
     if frame.empty:
         raise ValueError(f"nothing is recorded of the arm '{arm}' yet")
-    frame = frame.sort_values(["group", "request", "sequence", "round", "row"], kind="stable", ignore_index=True)
+    frame = frame.sort_values(["group", "request", "sequence", "forward", "row"], kind="stable", ignore_index=True)
     if frame["sampling"].nunique() > 1:
         raise ValueError(f"the requests of the arm '{arm}' have different sampling parameters")
     name = frame["id"].to_numpy()
@@ -291,7 +291,7 @@ def of_rows(
     matches = ids[parent] == token[roots:, None]
     if not matches.any(1).all():
         raise ValueError(f"a recorded row of the arm '{arm}' lacks the token of one of its children; {AGAIN}")
-    keys = ["group", "request", "sequence", "round", "position", "prefill"]
+    keys = ["group", "request", "sequence", "forward", "position", "prefill"]
     return RecordedTrees(
         arm,
         Shape(roots, parent),

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
 from spec_lab.core.tables import read_table
+from spec_lab.results.old_names import TABLES, table_names, with_columns
 
 Rows = list[dict[str, Any]]
 
@@ -84,9 +85,9 @@ class TableParts:
         """
         assert self.unit is not None
         for name in reversed(self.schemas):
-            (self.out / "parts" / f"{name}-{part}.parquet").unlink(missing_ok=True)
-            whole = self.out / f"{name}.parquet"
-            if whole.exists():
+            for file in table_names(name):
+                (self.out / "parts" / f"{file}-{part}.parquet").unlink(missing_ok=True)
+            for whole in self._gathered(name):
                 table = self._read(whole)
                 kept = table.filter(pc.not_equal(table[self.unit], number))
                 if len(kept) < len(table):
@@ -119,8 +120,9 @@ class TableParts:
             table = pa.Table.from_pandas(frame, schema=self._schema(name, frame.columns), preserve_index=False)
             _write(table, self.out / f"{name}.parquet")
         for name in self.schemas:
-            for file in self._files(name):
-                file.unlink()
+            for file in [*self._files(name), *self._gathered(name)]:
+                if file != self.out / f"{name}.parquet":
+                    file.unlink()
         for file in self.out.glob("parts/.*.tmp"):  # of a write that was killed
             file.unlink()
         if (self.out / "parts").is_dir():
@@ -128,7 +130,12 @@ class TableParts:
         return frames
 
     def _files(self, name: str) -> list[Path]:
-        return sorted((self.out / "parts").glob(f"{name}-*.parquet"))
+        """Return the parts of a table, those under its older names first."""
+        return [file for old in table_names(name) for file in sorted((self.out / "parts").glob(f"{old}-*.parquet"))]
+
+    def _gathered(self, name: str) -> list[Path]:
+        """Return the files of the gathered parts, such as ``forwards.parquet``; older names first."""
+        return [file for old in table_names(name) if (file := self.out / f"{old}.parquet").exists()]
 
     def _pieces(self, name: str) -> list[pa.Table]:
         """Read all files of a table, the oldest first, while the run may write and gather parts."""
@@ -136,13 +143,14 @@ class TableParts:
         for file in self._files(name):
             with suppress(FileNotFoundError):  # gathered meanwhile
                 parts.append(self._read(file))
-        whole = self.out / f"{name}.parquet"  # read after the parts: it holds those that were gathered meanwhile
-        return [self._read(file) for file in [whole] if file.exists()] + parts or [self.schemas[name].empty_table()]
+        # Read after the parts: it holds those that were gathered meanwhile.
+        return [self._read(file) for file in self._gathered(name)] + parts or [self.schemas[name].empty_table()]
 
     def _read(self, file: Path) -> pa.Table:
-        name, _, part = file.stem.partition("-")
+        stem, _, part = file.stem.partition("-")
+        name = TABLES.get(stem, stem)
         try:
-            table = read_table(file)
+            table = with_columns(read_table(file))
             return _fitted(table, self._schema(name, table.column_names), self.optional[name].names)
         except FileNotFoundError:
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.results.old_names import with_figures
 
 Value = Mapping[str, float | None] | float | None
 """A number, or a mean with its ends: ``mean``, ``low``, ``high``."""
@@ -159,7 +160,7 @@ def read_run(folder: Path, shape: Mapping[str, Any], file: str = "summary.json")
 
     path = folder / file
     try:
-        summary = read_json(path) or {}
+        summary = with_figures(read_json(path) or {})
         if summary:
             expect(summary, shape, "")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The columns of a run's three tables, with their types and meanings. A round is a step: one forward of a batch."""
+"""The columns of a run's three tables, with their types and meanings. A step of the batch is one forward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pyarrow as pa
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
-ROUNDS = {
-    "id": (_TEXT, "group/arm/round"),
+FORWARDS = {
+    "id": (_TEXT, "group/arm/forward"),
     "group": (_WHOLE, "number of the group of prompts decoded together"),
     "arm": (_TEXT, "'speculative', 'baseline', or the name of another arm"),
-    "round": (_WHOLE, "number of the forward in its group and arm, from 0"),
+    "forward": (_WHOLE, "number of the forward in its group and arm, from 0"),
     "prefill": (_FLAG, "whether this forward computed the prompts; decode time and tau start after it"),
     "live": (_WHOLE, "sequences of this forward"),
     "nodes": (_WHOLE, "draft nodes of all trees"),
@@ -34,18 +34,18 @@ ROUNDS = {
 """One row for each forward of a batch."""
 
 STEPS = {
-    "id": (_TEXT, "request/arm/sequence/round"),
-    "group": (_WHOLE, "as in rounds"),
-    "arm": (_TEXT, "as in rounds"),
+    "id": (_TEXT, "request/arm/sequence/forward"),
+    "group": (_WHOLE, "as in forwards"),
+    "arm": (_TEXT, "as in forwards"),
     "request": (_WHOLE, "number of the prompt in its run"),
     "sequence": (_WHOLE, "number of the sequence in its request; 0 is the first, its forks follow"),
     "parent_sequence": (_WHOLE, "number of the sequence it was forked from; -1 for none"),
-    "round": (_WHOLE, "as in rounds"),
-    "prefill": (_FLAG, "as in rounds"),
+    "forward": (_WHOLE, "as in forwards"),
+    "prefill": (_FLAG, "as in forwards"),
     "pending": (_WHOLE, "committed tokens that were not computed yet when the step began"),
     "forced": (_WHOLE, "of the draft nodes, those whose token was the only allowed one"),
     "nodes": (_WHOLE, "draft nodes, forced ones included"),
-    "computed_only": (_WHOLE, "as in rounds"),
+    "computed_only": (_WHOLE, "as in forwards"),
     "legal": (_WHOLE, "of the draft nodes, those that the constraint allows; all without one"),
     "depth": (_WHOLE, "depth of the draft tree"),
     "path": (pa.list_(pa.int64()), "the accepted path as child ranks, before truncation"),
@@ -71,8 +71,8 @@ STEPS = {
 
 REQUESTS = {
     "id": (_TEXT, "request/arm/sequence"),
-    "group": (_WHOLE, "as in rounds"),
-    "arm": (_TEXT, "as in rounds"),
+    "group": (_WHOLE, "as in forwards"),
+    "arm": (_TEXT, "as in forwards"),
     "request": (_WHOLE, "number of the prompt in its run; keys its randomness"),
     "sequence": (_WHOLE, "as in steps"),
     "parent_sequence": (_WHOLE, "as in steps"),
@@ -104,10 +104,10 @@ REQUESTS = {
 """One row for each sequence of a request, in each arm: exactly one unless a constraint forked it."""
 
 OPTIONAL = {
-    "rounds": {
+    "forwards": {
         "turn": (
             _WHOLE,
-            "as in requests; the number of the round goes on from turn to turn, and start begins at 0 in each",
+            "as in requests; forward goes on from turn to turn, and start begins at 0 in each",
         )
     },
     "steps": {
@@ -163,7 +163,7 @@ OPTIONAL = {
 """Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""
 
 TURN_COLUMNS = ("conversation", "turn")
-"""The optional columns of runs of conversations; ``rounds`` and ``requests`` have ``turn``."""
+"""The optional columns of runs of conversations; ``forwards`` and ``requests`` have ``turn``."""
 
 CHECK_COLUMNS = ("checker", "correct")
 """The optional columns of ``requests`` of runs whose prompts have a checker."""
@@ -176,23 +176,23 @@ DRAFT_COLUMNS = tuple(name for name in OPTIONAL["steps"] if name.startswith(("dr
 
 TOKENS = {
     "id": (_TEXT, "group/token"),
-    "group": (_WHOLE, "as in rounds"),
+    "group": (_WHOLE, "as in forwards"),
     "token": (_WHOLE, "the token's id"),
     "text": (_TEXT, "its text, cut to 64 characters: bytes that are no UTF-8 as \\x.., special tokens by their names"),
 }
 """The text of every token that the group's steps drafted or emitted. The run option ``record=drafts`` writes it."""
 
-SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}
+SCHEMAS = {"forwards": FORWARDS, "steps": STEPS, "requests": REQUESTS}
 
 _BYTES = pa.binary()
 
 REPLAY = {
-    "id": (_TEXT, "request/arm/sequence/round/row"),
-    "group": (_WHOLE, "as in rounds"),
-    "arm": (_TEXT, "as in rounds"),
+    "id": (_TEXT, "request/arm/sequence/forward/row"),
+    "group": (_WHOLE, "as in forwards"),
+    "arm": (_TEXT, "as in forwards"),
     "request": (_WHOLE, "as in steps"),
     "sequence": (_WHOLE, "as in steps"),
-    "round": (_WHOLE, "as in rounds; of a verifier study the position"),
+    "forward": (_WHOLE, "as in forwards; of a verifier study the position"),
     "prefill": (_FLAG, "as in steps; false in a verifier study"),
     "position": (_WHOLE, "tokens of the sequence when the step began, prompt included: as context in steps"),
     "row": (_WHOLE, "number of the row in its tree: 0 is the root, the nodes follow in the draft's order"),
@@ -215,4 +215,4 @@ REPLAY = {
     "sampling": (_TEXT, "the request's sampling parameters, as JSON"),
 }
 """One row for each row of a recorded draft tree: the root, whose p and q are those of the first drafted token, and the
-nodes. The run option ``record=replay`` writes it. The seconds of the step are in ``rounds``."""
+nodes. The run option ``record=replay`` writes it. The seconds of the step are in ``forwards``."""

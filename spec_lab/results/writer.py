@@ -2,7 +2,7 @@
 
 While a group is decoded, only its ``StepInfo`` objects are kept; rows are built after the clock has stopped. A group's
 rows are one part of each table (see ``parts``). The requests are written last: a group is finished if and only if its
-requests are on disk. At the end the parts are gathered into ``rounds.parquet``, ``steps.parquet`` and
+requests are on disk. At the end the parts are gathered into ``forwards.parquet``, ``steps.parquet`` and
 ``requests.parquet``. ``schema`` defines the columns. Metrics are computed from these rows only.
 """
 
@@ -32,26 +32,26 @@ from spec_lab.text.prompts import Prompt
 class Tables:
     """A run's rows."""
 
-    rounds: pd.DataFrame
+    forwards: pd.DataFrame
     steps: pd.DataFrame
     requests: pd.DataFrame
 
 
 def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: int = 0) -> tuple[Rows, Rows]:
-    """Return the rows of the tables ``rounds`` and ``steps``. On a GPU, call it only after ``clock.synchronise``.
+    """Return the rows of the tables ``forwards`` and ``steps``. On a GPU, call it only after ``clock.synchronise``.
 
     Args:
         infos: the steps of one turn, in order.
         group, arm, turn: see ``schema``.
         first: number of the first step among those of all turns of the group.
     """
-    rounds, steps = [], []
+    forwards, steps = [], []
     last = {}  # each sequence's latest row
     numbers = numbered([sequence for info in infos for sequence in info.sequences])
     for number, info in enumerate(infos, first):
         start = info.clock.seconds(infos[0].began, info.began)
-        key = {"group": group, "arm": arm, "round": number}
-        rounds.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **info.row()})
+        key = {"group": group, "arm": arm, "forward": number}
+        forwards.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **info.row()})
         for sequence, row in zip(info.sequences, info.rows(), strict=True):
             sequence_number, parent = numbers[sequence]
             name = f"{sequence.request.id}/{arm}/{sequence_number}/{number}"
@@ -61,11 +61,11 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: in
         row["finish"] = sequence.finish or ""
         if sequence.finish in BROKEN:
             row["expected_kind"] = ""
-    return rounds, steps
+    return forwards, steps
 
 
 def replay_rows_of(
-    infos: Seq[StepInfo], group: int, arm: str, vocabulary: int, first: int = 0, round_is_position: bool = False
+    infos: Seq[StepInfo], group: int, arm: str, vocabulary: int, first: int = 0, forward_is_position: bool = False
 ) -> Rows:
     """Return the rows of the table ``replay``.
 
@@ -74,7 +74,7 @@ def replay_rows_of(
         group, arm: see ``schema``.
         vocabulary: tokens of the target.
         first: as of ``rows_of``.
-        round_is_position: whether a step is named by its position, as in a verifier study.
+        forward_is_position: whether a step is named by its position, as in a verifier study.
     """
     replayed: Rows = []
     numbers = numbered([sequence for info in infos for sequence in info.sequences])
@@ -82,13 +82,13 @@ def replay_rows_of(
         for tree, rows in enumerate(info.replay_rows()):
             sequence = info.sequences[tree]
             sequence_number = numbers[sequence][0]
-            step = info.context[tree] if round_is_position else number
+            step = info.context[tree] if forward_is_position else number
             key = {
                 "group": group,
                 "arm": arm,
                 "sequence": sequence_number,
-                "round": step,
-                "prefill": info.prefill[tree] and not round_is_position,
+                "forward": step,
+                "prefill": info.prefill[tree] and not forward_is_position,
                 "vocabulary": vocabulary,
                 "sampling": json.dumps(asdict(sequence.request.sampling)),
             }
@@ -323,14 +323,20 @@ class Recorder:
     def write(
         self,
         group: int,
-        rounds: Rows,
+        forwards: Rows,
         steps: Rows,
         requests: Rows,
         replay: Rows | None = None,
         tokens: Rows | None = None,
     ) -> None:
         """Write the rows of a finished group."""
-        rows = {"replay": replay or [], "tokens": tokens or [], "rounds": rounds, "steps": steps, "requests": requests}
+        rows = {
+            "replay": replay or [],
+            "tokens": tokens or [],
+            "forwards": forwards,
+            "steps": steps,
+            "requests": requests,
+        }
         self.parts.write(f"{group:06d}", rows)
 
     def discard(self, group: int) -> None:

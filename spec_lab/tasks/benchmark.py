@@ -199,7 +199,7 @@ class _Groups:
                 tokens = token_rows(number, rows.steps, texts) if texts is not None else []
                 if attempt:  # only now, so that a run that is stopped meanwhile keeps the attempt before
                     self.recorder.discard(number)
-                self.recorder.write(number, rows.rounds, rows.steps, rows.requests, rows.replay, tokens)
+                self.recorder.write(number, rows.forwards, rows.steps, rows.requests, rows.replay, tokens)
                 seen = tracking.group_figures(pd.DataFrame(rows.requests))
                 if not self.repeat_disturbed:  # one that may be decoded again is logged at the end
                     lab.tracker.group(number, seen)

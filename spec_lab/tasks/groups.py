@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 3
 class GroupRows:
     """The rows of one group."""
 
-    rounds: writer.Rows = field(default_factory=list)
+    forwards: writer.Rows = field(default_factory=list)
     steps: writer.Rows = field(default_factory=list)
     requests: writer.Rows = field(default_factory=list)
     replay: writer.Rows = field(default_factory=list)
@@ -62,7 +62,7 @@ def decode_group(
     rows, order = GroupRows(), arm_order(list(arms), number)
     todo = {name: list(group) for name in order}
     said: dict[str, dict[int, list[str]]] = {name: {turn.conversation: [] for turn in group} for name in order}
-    rounds = dict.fromkeys(order, 0)
+    forwards = dict.fromkeys(order, 0)
     while any(todo.values()):
         for position, name in enumerate(order):
             if not todo[name]:
@@ -71,10 +71,10 @@ def decode_group(
             began = Usage.now()
             decoded = arms[name].decode([turn.request for turn in todo[name]])
             load = other_load(began, Usage.now())
-            own_rounds, own_steps = writer.rows_of(decoded.steps, number, name, turn, rounds[name])
-            rows.replay += writer.replay_rows_of(decoded.steps, number, name, lab.target.vocabulary, rounds[name])
-            rounds[name] += len(own_rounds)
-            rows.rounds += own_rounds
+            of_forwards, own_steps = writer.rows_of(decoded.steps, number, name, turn, forwards[name])
+            rows.replay += writer.replay_rows_of(decoded.steps, number, name, lab.target.vocabulary, forwards[name])
+            forwards[name] += len(of_forwards)
+            rows.forwards += of_forwards
             rows.steps += own_steps
             by_request = {turn.request.id: turn for turn in todo[name]}
             for outcome in decoded.outcomes:

@@ -29,7 +29,7 @@ PATHS = [(), (0,), (0, 0), (0, 0, 0), (1,), (0, 1)]
 
 def tables(arms: list[str], groups: int = 4, fast: float = 1.0, accepts: bool = True, drafts: bool = True) -> Tables:
     """Rows of a run: the arms, then the baseline; each later arm is faster by a factor of ``fast``."""
-    rounds, rows, requests = [], [], []
+    forwards, rows, requests = [], [], []
     for number, arm in enumerate([*arms, "baseline"]):
         speed = 1.0 if arm == "baseline" else 1.3 * fast**number
         nodes = 0 if arm == "baseline" or not drafts else 3 + number
@@ -39,18 +39,18 @@ def tables(arms: list[str], groups: int = 4, fast: float = 1.0, accepts: bool = 
             for index, path in enumerate(((), *paths)):
                 seconds = 1.0 if not index else (1 + 0.1 * group) / speed
                 phases = {name: seconds * share for name, share in SHARES.items()}
-                rounds.append({"arm": arm, "group": group, "prefill": not index, "start": start - 1.0,
+                forwards.append({"arm": arm, "group": group, "prefill": not index, "start": start - 1.0,
                                "whole": seconds, "live": 1, "nodes": nodes, **phases})  # fmt: skip
                 start += seconds
                 if index:
                     rows.append({"arm": arm, "request": group, "group": group, "accepted": len(path), "path": path,
-                                 "nodes": nodes, "depth": min(nodes, 3), "sequence": 0, "round": index})  # fmt: skip
+                                 "nodes": nodes, "depth": min(nodes, 3), "sequence": 0, "forward": index})  # fmt: skip
             tokens = sum(len(path) + 1 for path in paths)
             requests.append({"arm": arm, "group": group, "request": group, "order": number, "sequence": 0,
                              "decode_tokens": tokens, "decode_seconds": start - 2.0, "prefill_tokens": 1,
                              "prefill_seconds": 1.0, "prefill_compute_seconds": 0.5, "queue_seconds": 0.0,
                              "finish": "length", "violated": -1})  # fmt: skip
-    return Tables(pd.DataFrame(rounds), steps(*rows), pd.DataFrame(requests))
+    return Tables(pd.DataFrame(forwards), steps(*rows), pd.DataFrame(requests))
 
 
 def swept(values: list[float], arms: list[str], fast: float = 1.0) -> pd.DataFrame:

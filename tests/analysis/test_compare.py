@@ -42,14 +42,14 @@ def write(
     """A run: prompt i emits 60 tokens at ``tau[i]`` a step, ``gain[i]`` times as fast as the baseline."""
     count, gain = len(tau), tau if gain is None else gain
     order = range(count) if order is None else order
-    rounds, steps, requests = [], [], []
+    forwards, steps, requests = [], [], []
     for group in range(-(-count // batch_size)):
         for n in range(group * batch_size, min(count, (group + 1) * batch_size)):
             which = order[n]  # the prompt's own number, wherever the run has it
             for arm in (*arms, *(["baseline"] if baseline else [])):
                 speed = 1.0 if arm == "baseline" else gain[which]
                 keys = dict(group=group, arm=arm, request=n)
-                rounds.append(row("rounds", id=f"{group}/{arm}/0", group=group, arm=arm))
+                forwards.append(row("forwards", id=f"{group}/{arm}/0", group=group, arm=arm))
                 length = 60 if arm == "baseline" else round(60 / tau[which])
                 emitted = [1] * 60 if arm == "baseline" else np.diff(np.linspace(0, 60, length + 1).round()).astype(int)
                 for number, tokens in enumerate(map(int, emitted)):
@@ -58,12 +58,12 @@ def write(
                     )
                     drafted = 0 if arm == "baseline" else 8
                     steps.append(
-                        row("steps", id=f"{n}/{arm}/0/{number}", round=number, nodes=drafted, **keys, **counts)
+                        row("steps", id=f"{n}/{arm}/0/{number}", forward=number, nodes=drafted, **keys, **counts)
                     )
                 ends = dict(finish=BROKEN[0] if n in broken else "length", decode_tokens=60, decode_seconds=1 / speed)
                 what = dict(name=f"p{which}", prompt=f"{prompt} {which}", tokens=[which])
                 requests.append(row("requests", id=f"{n}/{arm}/0", **keys, **ends, **what))
-    Recorder(folder).write(0, rounds, steps, requests)  # all groups in one file: faster
+    Recorder(folder).write(0, forwards, steps, requests)  # all groups in one file: faster
     facts = {
         "config": {"proposer": {"depth": 3}, "output_dir": str(folder), "tracker": {"key": "***"}} | (config or {}),
         "seed": 0,

@@ -24,7 +24,7 @@ def tables(tmp_path_factory):
 
 
 def only(tables: Tables, *arms: str) -> Tables:
-    return Tables(*(frame[frame["arm"].isin(arms)] for frame in (tables.rounds, tables.steps, tables.requests)))
+    return Tables(*(frame[frame["arm"].isin(arms)] for frame in (tables.forwards, tables.steps, tables.requests)))
 
 
 def size(file) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def test_phases_stack_up_to_the_decode_time(tables):
     total = sum(bar.get_width() for bars in axes.containers for bar in bars)
     tables = metrics.of_timed_groups(tables)
     expected = sum(
-        1e3 * metrics.decode_seconds(tables.rounds, arm) / tokens
+        1e3 * metrics.decode_seconds(tables.forwards, arm) / tokens
         for arm, tokens in tables.requests.groupby("arm")["decode_tokens"].sum().items()
     )
     assert total == pytest.approx(expected)

@@ -158,7 +158,7 @@ def test_a_table_with_something_else_in_it_is_named(given, call, spoil, why):
     assert code == 1 and "seed=2/steps.parquet" in errors and "Compared" in output
 
 
-@pytest.mark.parametrize("name", ["rounds", "steps", "requests"])
+@pytest.mark.parametrize("name", ["forwards", "steps", "requests"])
 def test_a_small_table_of_millions_of_rows_is_refused_by_its_footer(given, call, name, monkeypatch):
     monkeypatch.setattr("spec_lab.core.tables.ALWAYS_READ", 100_000)  # so that the test's table may be small
     file = given / "seed=2" / f"{name}.parquet"

@@ -27,7 +27,7 @@ from tests.cli.composing import compose, remember_compositions
 
 ROOT = Path(__file__).parents[2]
 TIMES = {
-    "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
+    "forwards": [name for name, (kind, _) in schema.FORWARDS.items() if kind == "double"],
     "steps": [],
     "requests": [*(name for name in schema.REQUESTS if name.endswith("_seconds")), "other_cores"],
 }

@@ -258,7 +258,7 @@ def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     assert code == 0, errors
     assert "Traceback" not in errors
     assert "mine: proposer ngram" in output
-    assert {"rounds.parquet", "summary.json", "manifest.json", "figures"} <= {p.name for p in tmp_path.glob("here/*")}
+    assert {"forwards.parquet", "summary.json", "manifest.json", "figures"} <= {p.name for p in tmp_path.glob("here/*")}
     manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
     assert manifest["config"]["sampling"]["temperature"] == 1
     assert manifest["weights_sha256"]["target"]

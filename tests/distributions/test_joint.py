@@ -80,16 +80,16 @@ def test_proposers_without_a_model_keep_the_distribution(proposer, verifier):
 
 
 def decoded(parts, verifier, stop=frozenset(), tokens=4):
-    """Every outcome of one request: probability, text, and what each round committed, with its draft."""
+    """Every outcome of one request: probability, text, and what each step committed, with its draft."""
 
     def play(draws, count):
         requests = [Request(n, f"{n}", PROMPT, PLAIN, tokens, stop) for n in range(count)]
         group = fixed_group(Arm(parts.target, parts.proposer, verifier, draws), requests)
-        rounds = [[] for _ in requests]
+        steps = [[] for _ in requests]
         for done in group:
             for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
-                rounds[live.request.id].append((done.draft.shape, head, got))
-        return [(tuple(live.emitted), rounds[live.request.id]) for live in group.sequences]
+                steps[live.request.id].append((done.draft.shape, head, got))
+        return [(tuple(live.emitted), steps[live.request.id]) for live in group.sequences]
 
     return side_by_side(play)
 
@@ -107,9 +107,9 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
     """Inside an accepted path, as its end, as residual and as bonus: all of them occur, the distribution is kept."""
     instance = Instance(FEW, "1x1", tokens=3, stop=STOP)
     parts, places, texts = toy_parts(instance, "iid"), Counter(), []
-    for probability, (text, rounds) in decoded(parts, verifier, STOP, 3):
+    for probability, (text, steps) in decoded(parts, verifier, STOP, 3):
         texts.append((probability, text))
-        shape, head, got = rounds[-1]
+        shape, head, got = steps[-1]
         if text[-1] in STOP:
             row = got.path[-1] if got.path else head
             bonus = not len(shape.children[row])
@@ -129,9 +129,7 @@ def test_a_length_limit_cuts_inside_a_path(verifier):
     instance = Instance(FEW, "1x1", tokens=3)
     parts = toy_parts(instance, "iid")
     outcomes = list(decoded(parts, verifier, tokens=3))
-    assert any(
-        got.count(accepted=True, kept=True) < len(got.path) for _, (_, rounds) in outcomes for _, _, got in rounds
-    )
+    assert any(got.count(accepted=True, kept=True) < len(got.path) for _, (_, steps) in outcomes for _, _, got in steps)
     texts = [(probability, text) for probability, (text, _) in outcomes]
     assert {len(text) for _, text in texts} == {3}
     assert total_variation(distribution_of(texts), truth(instance)) < EXACT
@@ -160,7 +158,7 @@ def test_empty_drafts_among_others_keep_the_distribution(verifier):
     parts = toy_parts(instance, "without")
     parts = parts._replace(proposer=Moody(parts.proposer))
     outcomes = list(decoded(parts, verifier, tokens=3))
-    sizes = {shape.trees[head].size for _, (_, rounds) in outcomes for shape, head, _ in rounds}
+    sizes = {shape.trees[head].size for _, (_, steps) in outcomes for shape, head, _ in steps}
     assert 1 in sizes and len(sizes) > 1
     assert total_variation(distribution_of([(p, text) for p, (text, _) in outcomes]), truth(instance)) < EXACT
 

@@ -56,7 +56,7 @@ def by_hand(draft: Draft, p: np.ndarray, top: int | None = None, sampling=WARM, 
     local = (ids[shape.parent] == token[:, None]).argmax(1)
     number = np.arange(shape.roots)
     plain = pd.DataFrame(
-        {"group": 0, "request": number, "sequence": 0, "round": 1, "position": 1, "prefill": False}, index=number
+        {"group": 0, "request": number, "sequence": 0, "forward": 1, "position": 1, "prefill": False}, index=number
     )
     codes = np.array([WAYS.index(draft.drawn)] * shape.nodes) if isinstance(draft.drawn, str) else draft.drawn
     return RecordedTrees(

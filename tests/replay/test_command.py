@@ -50,8 +50,8 @@ def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded
     trees = read(recorded)
     assert sorted(trees) == ["repeat", "speculative"]
     for name, tree in trees.items():
-        rows = steps[steps["arm"] == name].sort_values(["group", "request", "sequence", "round"])
-        assert tree.steps["round"].tolist() == rows["round"].tolist()
+        rows = steps[steps["arm"] == name].sort_values(["group", "request", "sequence", "forward"])
+        assert tree.steps["forward"].tolist() == rows["forward"].tolist()
         assert (tree.shape.sizes - 1 == rows["nodes"].to_numpy()).all()
         assert tree.steps["position"].tolist() == rows["context"].tolist()
         assert tree.shape.sizes.min() > 1 and len(tree.texts) == len(TEXTS)

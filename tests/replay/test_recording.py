@@ -50,7 +50,7 @@ def test_a_row_takes_at_most_two_kilobytes_at_a_vocabulary_of_128k(tmp_path):
         made.append(
             {
                 "id": f"{row}/speculative/0/{row}/{row}", "group": row, "arm": "speculative", "request": row,
-                "sequence": 0, "round": row, "prefill": False, "position": row, "row": row, "parent": row - 1,
+                "sequence": 0, "forward": row, "prefill": False, "position": row, "row": row, "parent": row - 1,
                 "token": int(generator.integers(vocabulary)), "way": "without", "features": "0123456789abcdef",
                 "ids": pack_ids(generator.integers(0, vocabulary, 128)),
                 "p": generator.random(128, dtype=np.float32).tobytes(),

@@ -31,7 +31,7 @@ def recorded_text(text, top=None):
     draft = Draft(shape, torch.empty(0, dtype=torch.long), "iid", torch.from_numpy(q), np.arange(len(text)))
     number = np.arange(len(text))
     steps = pd.DataFrame(
-        {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
+        {"group": 0, "request": 0, "sequence": 0, "forward": number, "position": 1 + number, "prefill": False}
     )
     return by_hand(draft, p, top=top, texts={0: RecordedText(1, np.array(text))}, steps=steps)
 
@@ -44,7 +44,7 @@ def repeated(q, text, top=None, temperature=1.0):
     draft = Draft(without_nodes(count), torch.empty(0, dtype=torch.long), "iid", rows, np.arange(count))
     number = np.arange(count)
     steps = pd.DataFrame(
-        {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
+        {"group": 0, "request": 0, "sequence": 0, "forward": number, "position": 1 + number, "prefill": False}
     )
     texts, facts = {0: RecordedText(1, np.array(text))}, {"name": "draft_tree", "temperature": temperature}
     return TextRows.of(by_hand(draft, np.tile(p, (count, 1)), top=top, texts=texts, proposer=facts, steps=steps))
@@ -173,7 +173,7 @@ def test_recorded_point_trees_are_followed_along_the_text():
     rows = np.concatenate([before, token])
     number = np.arange(len(text))
     steps = pd.DataFrame(
-        {"group": 0, "request": 0, "sequence": 0, "round": number, "position": 1 + number, "prefill": False}
+        {"group": 0, "request": 0, "sequence": 0, "forward": number, "position": 1 + number, "prefill": False}
     )
     trees = by_hand(
         Draft(whole, torch.from_numpy(token)), P[rows], texts={0: RecordedText(1, np.array(text))}, steps=steps,

@@ -127,7 +127,7 @@ def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
     assert begun_trees(tmp_path, CONFIG | {"batch_size": 2}) == {}
 
 
-@pytest.mark.parametrize("name", ["requests.parquet", "parts/rounds-000000.parquet"])
+@pytest.mark.parametrize("name", ["requests.parquet", "parts/forwards-000000.parquet"])
 def test_rows_without_a_manifest_belong_to_no_run(tmp_path, name):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -170,7 +170,7 @@ def test_a_claim_without_results_is_removed_with_its_folder(tmp_path):
     unclaim(out, mine, REFUSED, decoded=False)  # nothing is there
 
 
-@pytest.mark.parametrize("name", ["certificate.json", "summary.json", "rounds.parquet", "parts/rounds-0.parquet"])
+@pytest.mark.parametrize("name", ["certificate.json", "summary.json", "forwards.parquet", "parts/forwards-0.parquet"])
 def test_results_keep_their_manifest(tmp_path, name):
     mine = facts()
     claim(tmp_path, mine)

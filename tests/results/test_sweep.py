@@ -262,7 +262,7 @@ def test_unplanned_runs_are_found_too(run_folder):
 
 
 def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypatch):
-    """A visible request has all its steps and rounds."""
+    """A visible request has all its steps and forwards."""
     recorder, read = writer.Recorder(tmp_path), TableParts._read
 
     def write(group: int) -> None:
@@ -271,7 +271,7 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
             empty = {"double": 0.0, "int64": 0, "bool": False, "string": ""}
             row = {column: empty.get(str(kind), []) for column, (kind, _) in columns.items()}
             rows[name] = [row | {"id": f"{group}/a/0", "group": group, "arm": "a"}]
-        recorder.write(group, rows["rounds"], rows["steps"], rows["requests"])
+        recorder.write(group, rows["forwards"], rows["steps"], rows["requests"])
 
     for group in range(3):
         write(group)
@@ -285,7 +285,7 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
     monkeypatch.setattr(TableParts, "_read", meanwhile)
     tables = load(tmp_path)
     assert {0, 1, 2} <= set(tables.requests["group"])
-    assert set(tables.requests["group"]) == set(tables.steps["group"]) == set(tables.rounds["group"])
+    assert set(tables.requests["group"]) == set(tables.steps["group"]) == set(tables.forwards["group"])
 
 
 def test_rows_read_while_they_are_gathered_are_complete(tmp_path, monkeypatch):

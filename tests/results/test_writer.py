@@ -1,5 +1,7 @@
 """Rows of a decoded group: their columns, and how they are stored."""
 
+from pathlib import Path
+
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,8 +32,8 @@ def decoded(tmp_path_factory):
 
 
 def test_columns_are_those_of_the_schema(decoded):
-    _, _, rounds, steps = decoded
-    assert set(rounds[0]) == {*schema.ROUNDS, *schema.OPTIONAL["rounds"]}
+    _, _, forwards, steps = decoded
+    assert set(forwards[0]) == {*schema.FORWARDS, *schema.OPTIONAL["forwards"]}
     assert set(steps[0]) == set(schema.STEPS)
 
 
@@ -46,7 +48,7 @@ def test_steps_contain_the_whole_output(decoded):
         length = len(request.tokens)
         for number, step in enumerate(request_steps):
             assert step["id"] == f"{request.id}/speculative/0/{number}"
-            assert step["round"] == number
+            assert step["forward"] == number
             assert step["context"] == length
             assert (step["nodes"], step["depth"]) == (2, 2)
             assert step["path"] == [0] * step["accepted"]
@@ -65,29 +67,29 @@ def test_truncation_appears_in_the_last_step_only(decoded):
 
 
 def test_rounds_hold_the_batch(decoded):
-    _, done, rounds, steps = decoded
-    for number, row in enumerate(rounds):
-        live_steps = [step for step in steps if step["round"] == number]
+    _, done, forwards, steps = decoded
+    for number, row in enumerate(forwards):
+        live_steps = [step for step in steps if step["forward"] == number]
         assert row["live"] == len(live_steps)
         assert row["nodes"] == sum(step["nodes"] for step in live_steps)
         assert row["prefill"] == (number == 0)
         phases = sum(row[phase] for phase in ("propose", "mask_wait", "target", "probabilities", "verify", "commit"))
         assert phases == pytest.approx(row["whole"])
         assert 0 < row["target_forward"] <= row["target"]
-    starts = [row["start"] for row in rounds]
+    starts = [row["start"] for row in forwards]
     assert starts[0] == 0
     assert starts == sorted(starts)
     ends = {outcome.decode_seconds + outcome.prefill_seconds for outcome in done.outcomes}
-    assert max(ends) == pytest.approx(rounds[-1]["start"] + rounds[-1]["whole"])
+    assert max(ends) == pytest.approx(forwards[-1]["start"] + forwards[-1]["whole"])
 
 
 def test_a_fixed_group_s_prefill_is_divided_by_the_tokens_computed_for_each_request(decoded):
-    requests, done, rounds, _ = decoded
+    requests, done, forwards, _ = decoded
     computed = [len(request.tokens) + 2 for request in requests]  # the prompt, and two drafted tokens
     for outcome, tokens in zip(done.outcomes, computed, strict=True):
-        assert outcome.queue_seconds == 0 and outcome.prefill_seconds == pytest.approx(rounds[0]["whole"])
+        assert outcome.queue_seconds == 0 and outcome.prefill_seconds == pytest.approx(forwards[0]["whole"])
         share = tokens / sum(computed)
-        assert outcome.prefill_compute_seconds == pytest.approx(share * rounds[0]["whole"])
+        assert outcome.prefill_compute_seconds == pytest.approx(share * forwards[0]["whole"])
 
 
 def test_prompts_in_chunks_share_each_step_with_those_that_decode():
@@ -114,7 +116,7 @@ def rows(group: int, tag: str = "") -> tuple[list, list, list]:
         kinds = writer.SCHEMAS[name].items()
         return {column: empty.get(kind, []) for column, (kind, _) in kinds} | {"id": f"{group}/a", "group": group}
 
-    return [row("rounds")], [row("steps")], [row("requests")]
+    return [row("forwards")], [row("steps")], [row("requests")]
 
 
 def test_groups_are_on_disk_as_soon_as_written(tmp_path):
@@ -132,7 +134,7 @@ def test_gathering_leaves_one_file_a_table(tmp_path):
         recorder.write(group, *rows(group))
     before = load(tmp_path)
     gathered = recorder.gather()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.parquet", "rounds.parquet", "steps.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["forwards.parquet", "requests.parquet", "steps.parquet"]
     for name in writer.SCHEMAS:
         pd.testing.assert_frame_equal(getattr(gathered, name), getattr(before, name))
         pd.testing.assert_frame_equal(getattr(load(tmp_path), name), getattr(before, name))
@@ -148,22 +150,50 @@ def test_duplicates_are_dropped_by_id_and_the_later_wins(tmp_path):
     assert recorder.gather().requests["arm"].tolist() == ["second"]
 
 
+def under_old_names(folder: Path) -> None:
+    """Give files and columns the names of the version before; see ``results.old_names``."""
+    for file in [*folder.glob("*.parquet"), *folder.glob("parts/*.parquet")]:
+        table = pq.read_table(file)
+        names = ["round" if name == "forward" else name for name in table.column_names]
+        file.unlink()
+        pq.write_table(table.rename_columns(names), file.parent / file.name.replace("forwards", "rounds"))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_run_of_the_version_before_is_read_and_resumed(tmp_path, gathered):
+    recorder = Recorder(tmp_path)
+    for group in (0, 1):
+        recorder.write(group, *rows(group))
+    if gathered:
+        recorder.gather()
+    before = load(tmp_path)
+    under_old_names(tmp_path)
+    for name in writer.SCHEMAS:
+        pd.testing.assert_frame_equal(getattr(load(tmp_path), name), getattr(before, name))
+    recorder.discard(1)
+    recorder.write(1, *rows(1, tag="again"))
+    recorder.write(2, *rows(2))
+    assert recorder.gather().forwards["arm"].tolist() == ["", "again", ""]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["forwards.parquet", "requests.parquet", "steps.parquet"]
+    assert load(tmp_path).steps["id"].tolist() == ["0/a", "1/a", "2/a"]
+
+
 def test_a_group_without_its_requests_never_finished(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.write(0, *rows(0))
-    rounds, steps, _ = rows(1)
-    recorder.write(1, rounds, steps, [])  # killed before the requests were written
-    (tmp_path / "parts" / ".rounds-000002.parquet.tmp").write_bytes(b"half")
+    forwards, steps, _ = rows(1)
+    recorder.write(1, forwards, steps, [])  # killed before the requests were written
+    (tmp_path / "parts" / ".forwards-000002.parquet.tmp").write_bytes(b"half")
     assert recorder.finished() == {0}
-    assert load(tmp_path).rounds["group"].tolist() == [0]
+    assert load(tmp_path).forwards["group"].tolist() == [0]
 
 
 DRAFTED = {"draft_tokens": [[4, 5]], "draft_p": [[0.5, 0.25]], "draft_q": [[0.125, None]]}
 
 
 def with_drafts(group: int) -> tuple[list, list, list]:
-    rounds, steps, requests = rows(group)
-    return rounds, [steps[0] | {name: values for name, (values,) in DRAFTED.items()}], requests
+    forwards, steps, requests = rows(group)
+    return forwards, [steps[0] | {name: values for name, (values,) in DRAFTED.items()}], requests
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -186,8 +216,8 @@ def test_an_optional_column_may_hold_nulls_and_a_required_one_may_not(tmp_path):
     recorder = Recorder(tmp_path, ["policy"])
     recorder.write(0, *rows(0))
     assert recorder.gather().steps["policy"].isna().all() and load(tmp_path).steps["policy"].isna().all()
-    rounds, steps, requests = rows(1)
-    recorder.write(1, rounds, [steps[0] | {"path": None}], requests)
+    forwards, steps, requests = rows(1)
+    recorder.write(1, forwards, [steps[0] | {"path": None}], requests)
     with pytest.raises(ValueError, match="column path"):
         load(tmp_path)
 
@@ -200,7 +230,7 @@ def test_a_broken_file_is_named(tmp_path):
 
 def test_gathering_removes_what_a_killed_write_left(tmp_path):
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / ".rounds-000003.parquet.tmp").write_text("half a ta")
+    (tmp_path / "parts" / ".forwards-000003.parquet.tmp").write_text("half a ta")
     Recorder(tmp_path).gather()
     assert not (tmp_path / "parts").exists()
 

@@ -41,7 +41,7 @@ def done(tmp_path_factory):
 def test_a_run_writes_every_file(done):
     out, _ = done
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    tables = {f"{name}.parquet" for name in ("rounds", "steps", "requests")}
+    tables = {f"{name}.parquet" for name in ("forwards", "steps", "requests")}
     drawn = {f"figures/{name}.png" for name in ("acceptance", "throughput", "phases")}
     assert names == tables | drawn | {"summary.json", "manifest.json"}
 
@@ -160,11 +160,11 @@ def test_the_manifest_records_the_run_and_hides_secrets(done):
 def test_time_inside_and_outside_the_phases_adds_up(done):
     tables = metrics.load(done[0])
     for arm in metrics.arms(tables):
-        phases = metrics.phase_seconds(tables.rounds, arm)
+        phases = metrics.phase_seconds(tables.forwards, arm)
         assert min(phases.values()) >= 0
-        assert 0 < metrics.overhead(tables.rounds, arm) < 1
+        assert 0 < metrics.overhead(tables.forwards, arm) < 1
         groups = tables.requests[tables.requests["arm"] == arm].groupby("group")["decode_seconds"].max()
-        assert metrics.decode_seconds(tables.rounds, arm) == pytest.approx(groups.sum())
+        assert metrics.decode_seconds(tables.forwards, arm) == pytest.approx(groups.sum())
 
 
 def test_an_interrupted_run_is_resumed(done, tmp_path, capsys):

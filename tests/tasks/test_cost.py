@@ -297,14 +297,14 @@ def run_by_hand() -> Tables:
     steps = []
     for arm in ("draft", "baseline"):
         for request in (0, 1):
-            steps.append(usual | dict(arm=arm, request=request, round=0, prefill=True, context=1))
+            steps.append(usual | dict(arm=arm, request=request, forward=0, prefill=True, context=1))
             for number in (1, 2, 3):
-                steps.append(usual | dict(arm=arm, request=request, round=number, context=10 * number))
-    steps = [s for s in steps if (s["arm"], s["request"], s["round"]) != ("draft", 0, 3)]
+                steps.append(usual | dict(arm=arm, request=request, forward=number, context=10 * number))
+    steps = [s for s in steps if (s["arm"], s["request"], s["forward"]) != ("draft", 0, 3)]
     for step in steps:
         if step["arm"] == "draft" and not step["prefill"]:
             step |= dict(nodes=4, expected_emitted=2.5, emitted=2, emitted_kept=2)
-    last = next(s for s in steps if (s["arm"], s["request"], s["round"]) == ("draft", 1, 3))
+    last = next(s for s in steps if (s["arm"], s["request"], s["forward"]) == ("draft", 1, 3))
     last |= dict(expected_emitted=3.0, emitted=4, emitted_kept=3)
     usual = dict(group=0, finish="length", prefill_tokens=1, prefill_seconds=1.0)
     requests = [

@@ -129,12 +129,12 @@ def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch
     assert run(parts, options, {}, console, repeat_disturbed=True) == 0
     tables = metrics.load(tmp_path)
     assert set(tables.requests.loc[tables.requests["group"] == 2, "attempt"]) == {2}
-    for name, frame in (("rounds", tables.rounds), ("steps", tables.steps), ("requests", tables.requests)):
+    for name, frame in (("forwards", tables.forwards), ("steps", tables.steps), ("requests", tables.requests)):
         assert frame["id"].is_unique and set(frame["group"]) == {0, 1, 2, 3}, name
     spans = (
-        tables.rounds[tables.rounds["group"] == 2]
+        tables.forwards[tables.forwards["group"] == 2]
         .groupby("arm")
-        .apply(lambda rounds: (rounds["start"] + rounds["whole"]).max())
+        .apply(lambda forwards: (forwards["start"] + forwards["whole"]).max())
     )
     took = tables.requests[tables.requests["group"] == 2].set_index("arm")
     assert (took["prefill_seconds"] + took["decode_seconds"]).to_dict() == pytest.approx(spans.to_dict())

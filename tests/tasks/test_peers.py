@@ -54,7 +54,7 @@ def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert (peers["prefill_tokens"] + peers["decode_tokens"] == 24).all()
     assert (peers[peers["arm"].isin(["greedy", "bare"])]["prefill_tokens"] == 1).all()
     assert (peers[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
-    assert set(tables.rounds["arm"]) == {"speculative", "baseline"}
+    assert set(tables.forwards["arm"]) == {"speculative", "baseline"}
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["arms"]["assisted"]["speedup"]["mean"] > 0
     assert summary["arms"]["assisted"]["tau_pooled"] is None
@@ -102,7 +102,7 @@ def test_peers_share_the_targets_weights_and_nothing_else(folder):
         assert all(theirs[name] is parameter for name, parameter in ours.named_parameters())
 
 
-def rounds(folder, arm, lab, monkeypatch):
+def rows_of_forwards(folder, arm, lab, monkeypatch):
     """Rows of each of the target's forwards after the prompt's, in one decode."""
     rows = []
     forward = arm.model.forward
@@ -119,14 +119,14 @@ def rounds(folder, arm, lab, monkeypatch):
 
 def test_the_requested_number_of_tokens_is_drafted(folder, monkeypatch):
     lab = build(folder, Sampling())
-    assert set(rounds(folder, lab.peers["greedy"], lab, monkeypatch)) == {1}
-    constant = rounds(folder, lab.peers["assisted_same"], lab, monkeypatch)
+    assert set(rows_of_forwards(folder, lab.peers["greedy"], lab, monkeypatch)) == {1}
+    constant = rows_of_forwards(folder, lab.peers["assisted_same"], lab, monkeypatch)
     assert set(constant[:-4]) == {1 + 4}, "all but the last, which the limit cuts short"
-    assert 1 < max(rounds(folder, lab.peers["prompt_lookup"], lab, monkeypatch)) <= 1 + 10
+    assert 1 < max(rows_of_forwards(folder, lab.peers["prompt_lookup"], lab, monkeypatch)) <= 1 + 10
     free = lab.peers["assisted"].assistant.generation_config
     assert free.num_assistant_tokens is None and free.assistant_confidence_threshold is None
     sure = Generate.assisted(lab.target, Sampling(), 0, str(folder / "draft"), tokens=4, confidence=1)
-    assert set(rounds(folder, sure, lab, monkeypatch)) == {1 + 1}, "no token of a tiny draft is that likely"
+    assert set(rows_of_forwards(folder, sure, lab, monkeypatch)) == {1 + 1}, "no token of a tiny draft is that likely"
     with pytest.raises(ValueError, match="confidence .*from 0 to 1.* 3"):
         Generate.assisted(lab.target, Sampling(), 0, str(folder / "draft"), tokens=4, confidence=3)
 

@@ -88,12 +88,14 @@ def test_the_seconds_of_a_group_are_those_of_all_its_turns(done):
     assert metrics.group_speeds(tables.requests, "baseline").tolist() == pytest.approx(
         (tokens / per_turn.groupby("group").sum()).tolist()
     )
-    assert metrics.decode_seconds(tables.rounds, "baseline") == pytest.approx(per_turn.sum())
-    assert sum(metrics.phase_seconds(tables.rounds, "baseline").values()) == pytest.approx(per_turn.sum())
+    assert metrics.decode_seconds(tables.forwards, "baseline") == pytest.approx(per_turn.sum())
+    assert sum(metrics.phase_seconds(tables.forwards, "baseline").values()) == pytest.approx(per_turn.sum())
     assert metrics.short_groups(tables.requests) == set()
-    rounds = tables.rounds[(tables.rounds["arm"] == "baseline") & (tables.rounds["group"] == 0)]
-    assert rounds["round"].tolist() == list(range(len(rounds))) and rounds["turn"].tolist() == sorted(rounds["turn"])
-    assert rounds.groupby("turn")["prefill"].sum().tolist() == [1, 1, 1]
+    forwards = tables.forwards[(tables.forwards["arm"] == "baseline") & (tables.forwards["group"] == 0)]
+    assert forwards["forward"].tolist() == list(range(len(forwards))) and forwards["turn"].tolist() == sorted(
+        forwards["turn"]
+    )
+    assert forwards.groupby("turn")["prefill"].sum().tolist() == [1, 1, 1]
 
 
 def test_only_the_last_answer_of_a_conversation_is_checked(done):

@@ -416,10 +416,10 @@ def test_a_model_with_a_padded_vocabulary_decodes(name, sampling):
     target = pads(tiny_target())
     truth = [plain_greedy(target.lm.model, prompt, 12) for prompt in PADDED]
     verifier = Gumbel() if name.endswith("gumbel") else Token()
-    group, rounds = decode(target, padded(name, target), requests(sampling, 12, PADDED), verifier)
+    group, infos = decode(target, padded(name, target), requests(sampling, 12, PADDED), verifier)
     assert group.errors == {} and [s.finish for s in group.sequences] == ["length"] * 2
     assert not {*BANNED} & {token for text in emitted(group) for token in text}
-    assert name == "none" or any(step.draft.shape.nodes for step in rounds)
+    assert name == "none" or any(info.draft.shape.nodes for info in infos)
     if sampling.temperature == 0:
         assert emitted(group) == truth
 
@@ -463,12 +463,12 @@ def test_medusa_heads_with_nan_logits_change_no_output():
 def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     target = tiny_target()
     proposer = draft_model("2x2x1", drawn, temperature=1.5)
-    _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
-    steps = [step for step in writer.rows_of(rounds, 0, "speculative")[1] if step["nodes"]]
+    _, infos = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
+    steps = [step for step in writer.rows_of(infos, 0, "speculative")[1] if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
     drafter = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything or almost everything is accepted
-    _, rounds = decode(target, drafter, requests(Sampling(1.0), 16), verifier)
-    assert not any(step.empty.any() for step in rounds)
+    _, infos = decode(target, drafter, requests(Sampling(1.0), 16), verifier)
+    assert not any(info.empty.any() for info in infos)
 
 
 class Last:
@@ -505,13 +505,13 @@ def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_
     target = tiny_target(dtype=torch.float32)
     wanted = requests(Sampling(1.0, top_k=10), 12)
     group = fixed_group(Arm(target, Support(target), Token(), Last()), wanted)
-    rounds = list(group)
-    empty = np.array([flag for step in rounds for flag in step.empty])
+    infos = list(group)
+    empty = np.array([flag for info in infos for flag in info.empty])
     assert 0 < empty.sum() < len(empty)
     assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
-    forwards, steps = writer.rows_of(rounds, 0, "speculative")
+    forwards, steps = writer.rows_of(infos, 0, "speculative")
     assert [step["empty_residual"] for step in steps] == empty.tolist()
-    outcomes = writer.outcomes(group.sequences, rounds, group.errors)
+    outcomes = writer.outcomes(group.sequences, infos, group.errors)
     asked = [
         writer.request_row(outcome, Prompt(outcome.request.name, "x"), "x", [], 0, 0, "speculative", 0)
         for outcome in outcomes

@@ -63,8 +63,8 @@ class RunRows:
     @property
     def arms(self) -> list[str]:
         """The arms with step rows, the main one first, without the baseline."""
-        with_rounds = set(self.tables.rounds["arm"]) - {"baseline"}
-        return [arm for arm in metrics.arms(self.tables) if arm in with_rounds]
+        with_forwards = set(self.tables.forwards["arm"]) - {"baseline"}
+        return [arm for arm in metrics.arms(self.tables) if arm in with_forwards]
 
     def name(self, arm: str) -> str:
         """Return the name under which an arm is shown."""
@@ -96,7 +96,7 @@ class RunRows:
             words.append(f"UNFINISHED: {groups} of {of} groups")
         elif of is None and not (self.selected.folder / "summary.json").is_file():
             words.append("UNFINISHED")
-        if "baseline" in set(self.tables.rounds["arm"]):
+        if "baseline" in set(self.tables.forwards["arm"]):
             words.append(f"baseline {self.baseline_share()}")
         if self.broken:
             words.append(f"{len(self.broken)} of {groups} groups left out: a request broke")

@@ -179,12 +179,12 @@ def cost(tables: Tables) -> Figure | None:
     frame = frames.cost_of_nodes(tables)
     if not len(frame):
         return None
-    most_rounds = sorted(frame.groupby("live")["rounds"].sum().nlargest(3).index, reverse=True)
+    commonest = sorted(frame.groupby("live")["forwards"].sum().nlargest(3).index, reverse=True)
     arms, colour = list(frame["arm"].unique()), palette.colours(metrics.arms(tables))
-    names, width = style.short(arms), {1: 5.2, 2: 7.4, 3: 8.6}[len(most_rounds)]
+    names, width = style.short(arms), {1: 5.2, 2: 7.4, 3: 8.6}[len(commonest)]
     legend, height = style.legend_width(names.values()), style.legend_height(2.9, names)
-    figure, axes = style.panels(len(most_rounds), width, height, right=legend, between=0.3, sharey=True)
-    for panel, live in zip(axes, most_rounds, strict=True):
+    figure, axes = style.panels(len(commonest), width, height, right=legend, between=0.3, sharey=True)
+    for panel, live in zip(axes, commonest, strict=True):
         for arm in arms:
             curve = frame[(frame["arm"] == arm) & (frame["live"] == live)]
             spread = np.array([curve["ms"] - curve["low"], curve["high"] - curve["ms"]])

@@ -99,33 +99,33 @@ def time_by_phase(tables: Tables) -> pd.DataFrame:
     tokens = tables.requests.groupby("arm")["decode_tokens"].sum()
     rows = []
     for arm in arms(tables):
-        total = decode_seconds(tables.rounds, arm)
+        total = decode_seconds(tables.forwards, arm)
         if not (total > 0 and tokens[arm] > 0):
             continue
-        outside = overhead(tables.rounds, arm)
-        for phase, seconds in phase_seconds(tables.rounds, arm).items():
+        outside = overhead(tables.forwards, arm)
+        for phase, seconds in phase_seconds(tables.forwards, arm).items():
             per_token = ratio(1e3 * seconds, tokens[arm])
             rows.append((arm, phase, PHASES[phase], per_token, ratio(seconds, total), outside))
     return pd.DataFrame(rows, columns=["arm", "phase", "label", "ms_per_token", "share", "overhead"])
 
 
 def cost_of_nodes(tables: Tables) -> pd.DataFrame:
-    """Return the target's time per step of the batch: arm, live, nodes, ms (median), low, high (quartiles), rounds.
+    """Return the target's time per step of the batch: arm, live, nodes, ms (median), low, high (quartiles), forwards.
 
-    ``live`` is the number of sequences, ``nodes`` the drafted nodes of each, rounded where they differ, ``rounds`` the
-    number of steps.
+    ``live`` is the number of sequences, ``nodes`` the drafted nodes of each, rounded where they differ,
+    ``forwards`` their number.
     Milliseconds are those of the phase ``target`` alone, packing and KV-cache bookkeeping included; prefills are left
     out. All contexts are pooled and nodes are as the arms drafted them, so steps with more nodes may also differ in
     context and arm. ``spec_lab.tasks.cost`` varies the number of nodes alone.
     """
-    rounds = tables.rounds[~tables.rounds["prefill"] & (tables.rounds["live"] > 0)]
-    nodes = np.rint(rounds["nodes"] / rounds["live"]).astype(int).rename("nodes")
-    columns = ["arm", "live", "nodes", "ms", "low", "high", "rounds"]
-    if not len(rounds):
+    forwards = tables.forwards[~tables.forwards["prefill"] & (tables.forwards["live"] > 0)]
+    nodes = np.rint(forwards["nodes"] / forwards["live"]).astype(int).rename("nodes")
+    columns = ["arm", "live", "nodes", "ms", "low", "high", "forwards"]
+    if not len(forwards):
         return pd.DataFrame(columns=columns)
-    milliseconds = (1e3 * rounds["target"]).groupby([rounds["arm"], rounds["live"], nodes])
+    milliseconds = (1e3 * forwards["target"]).groupby([forwards["arm"], forwards["live"], nodes])
     frame = milliseconds.quantile([0.25, 0.5, 0.75]).unstack().set_axis(["low", "ms", "high"], axis=1)
-    frame["rounds"] = milliseconds.size()
+    frame["forwards"] = milliseconds.size()
     frame = frame.reset_index()
     frame = frame.assign(order=frame["arm"].map(arms(tables).index)).sort_values(["order", "live", "nodes"])
     return frame[columns].reset_index(drop=True)

@@ -148,7 +148,7 @@ def specforge_accept_length(tables: Tables, arm: str) -> float:
     return 1.0 if tokens and not verifications else ratio(tokens, verifications)
 
 
-def medusa_overhead(rounds: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
+def medusa_overhead(forwards: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
     """Return Medusa's "overhead": average latency of a decoding step / the baseline's.
 
     From the paper (arXiv 2401.10774, "Common terms"): speed-up = acceleration rate / overhead, where the rate is
@@ -156,8 +156,8 @@ def medusa_overhead(rounds: pd.DataFrame, arm: str, baseline: str = "baseline") 
     """
     latencies = []
     for name in (arm, baseline):
-        count = ((rounds["arm"] == name) & ~rounds["prefill"]).sum()
-        latencies.append(ratio(decode_seconds(rounds, name), count))
+        count = ((forwards["arm"] == name) & ~forwards["prefill"]).sum()
+        latencies.append(ratio(decode_seconds(forwards, name), count))
     return ratio(*latencies)
 
 

@@ -44,18 +44,20 @@ def step_bounds(tables: Tables, arm: str, roofline: Roofline) -> pd.DataFrame:
     Columns: ``group``; ``memory``, ``compute``, the least seconds of reading and of computing; ``forward``, the seconds
     inside the target's module calls; ``whole``, the seconds since the end of the step before.
     """
-    rounds = tables.rounds[tables.rounds["arm"] == arm].sort_values(["group", "round"])
-    rounds = rounds.assign(whole=since_last_step(rounds))
-    rounds = rounds.assign(place=np.arange(len(rounds)))
-    steps = tables.steps[tables.steps["arm"] == arm].merge(rounds[["group", "round", "place"]], on=["group", "round"])
-    prefill = rounds["prefill"].to_numpy(dtype=bool) | (rounds["prefill_chunks"] > 0).to_numpy()
+    forwards = tables.forwards[tables.forwards["arm"] == arm].sort_values(["group", "forward"])
+    forwards = forwards.assign(whole=since_last_step(forwards))
+    forwards = forwards.assign(place=np.arange(len(forwards)))
+    steps = tables.steps[tables.steps["arm"] == arm].merge(
+        forwards[["group", "forward", "place"]], on=["group", "forward"]
+    )
+    prefill = forwards["prefill"].to_numpy(dtype=bool) | (forwards["prefill_chunks"] > 0).to_numpy()
     prefill[steps.loc[steps["prefill"], "place"]] = True
     steps = steps[~prefill[steps["place"]]]
     number = np.cumsum(~prefill) - 1
     memory, compute = roofline.seconds(
         number[steps["place"]], steps["context"], steps["pending"], steps["nodes"] + steps["computed_only"]
     )
-    kept = rounds[~prefill]
+    kept = forwards[~prefill]
     return pd.DataFrame(
         {
             "group": kept["group"].to_numpy(),

@@ -20,12 +20,12 @@ class TextSpan(NamedTuple):
             constraint allowed one token only, drafted or not),
             'prefill' (sampled by the prompt's own forward), 'unknown' (a peer, or tables without
             ``ends``).
-        round: the step that emitted it; -1: before any, or unknown.
+        forward: the step that emitted it; -1: before any, or unknown.
     """
 
     text: str
     kind: str
-    round: int
+    forward: int
 
 
 def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[TextSpan]:
@@ -71,11 +71,11 @@ def _origins(rows: pd.DataFrame, steps: pd.DataFrame, sequence: int, count: int)
     if parent in rows.index:
         origins = _origins(rows, steps, parent, len(rows.loc[parent, "tokens"]))
     prompt = int(rows.loc[sequence, "prompt_tokens"])
-    for step in steps[steps["sequence"] == sequence].sort_values("round").to_dict("records"):
+    for step in steps[steps["sequence"] == sequence].sort_values("forward").to_dict("records"):
         _resize(origins, max(0, int(step["context"]) - prompt))
         others = step["emitted_kept"] - step["accepted_kept"]
         appended = step["forced_emitted_kept"] - step["forced_accepted_kept"]  # forced, after the accepted ones
-        number, sampled = int(step["round"]), "prefill" if step["prefill"] else "bonus"
+        number, sampled = int(step["forward"]), "prefill" if step["prefill"] else "bonus"
         origins += [(kind, number) for kind in _accepted(step)]
         origins += [(sampled, number)] * (others - appended)
         if step["taken_back"]:  # before anything is appended

@@ -46,7 +46,7 @@ def timed_groups(requests: pd.DataFrame, prefill: bool = False) -> list[int]:
 def of_timed_groups(tables: Tables) -> Tables:
     """Return the rows of the ``timed_groups``."""
     groups = timed_groups(tables.requests)
-    return Tables(*(rows[rows["group"].isin(groups)] for rows in (tables.rounds, tables.steps, tables.requests)))
+    return Tables(*(rows[rows["group"].isin(groups)] for rows in (tables.forwards, tables.steps, tables.requests)))
 
 
 def group_speeds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.Series:

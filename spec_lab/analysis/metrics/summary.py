@@ -18,11 +18,11 @@ SCHEMA_VERSION = 1
 
 
 def arms(tables: Tables) -> list[str]:
-    """Return the run's arms: the main one, other proposers, peers (without rows in ``rounds``), the baseline last."""
-    with_rounds, main = set(tables.rounds["arm"]), main_arm(tables)
+    """Return the run's arms: the main one, other proposers, peers (without rows in ``forwards``), the baseline last."""
+    with_forwards, main = set(tables.forwards["arm"]), main_arm(tables)
 
     def order(arm: str) -> tuple[int, str]:
-        rank = 0 if arm == main else 3 if arm == "baseline" else 1 if arm in with_rounds else 2
+        rank = 0 if arm == main else 3 if arm == "baseline" else 1 if arm in with_forwards else 2
         return rank, arm
 
     return sorted(tables.requests["arm"].unique(), key=order)
@@ -33,7 +33,7 @@ def main_arm(tables: Tables) -> str | None:
 
     Peers and the baseline are never the main arm.
     """
-    proposing = set(tables.rounds["arm"]) - {"baseline"}
+    proposing = set(tables.forwards["arm"]) - {"baseline"}
     requests = tables.requests[tables.requests["arm"].isin(proposing)]
     if not len(requests):
         return None
@@ -42,13 +42,13 @@ def main_arm(tables: Tables) -> str | None:
 
 
 def speedups_over_peers(tables: Tables) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the speed-ups of the other arms over each peer (arm without rows in ``rounds``): peer, arm, interval."""
-    with_rounds, names = set(tables.rounds["arm"]), arms(tables)
-    measured = [arm for arm in names if arm in with_rounds]
+    """Return the speed-ups of the other arms over each peer (arm without rows in ``forwards``): peer, arm, interval."""
+    with_forwards, names = set(tables.forwards["arm"]), arms(tables)
+    measured = [arm for arm in names if arm in with_forwards]
     return {
         peer: {arm: speed.speedup(tables.requests, arm, peer)._asdict() for arm in measured}
         for peer in names
-        if peer not in with_rounds
+        if peer not in with_forwards
     }
 
 
@@ -67,8 +67,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     timed = speed.of_timed_groups(tables)
     steps = acceptance.decode_steps(tables.steps, arm)
     requests = tables.requests[tables.requests["arm"] == arm]
-    seconds = phases.decode_seconds(timed.rounds, arm)
-    mask_busy, mask_wait = phases.mask_seconds(timed.rounds, arm)
+    seconds = phases.decode_seconds(timed.forwards, arm)
+    mask_busy, mask_wait = phases.mask_seconds(timed.forwards, arm)
     verified = published.verify_steps(tables.steps, arm)
     intervals = acceptance.acceptance_intervals(steps, acceptance.SUMMANDS)
     intervals |= acceptance.acceptance_intervals(verified, published.SUMMANDS)
@@ -112,7 +112,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "eagle_alpha": published.eagle_alpha(verified).tolist(),
         "eagle_average_length": published.eagle_average_length(verified),
         "specforge_accept_length": published.specforge_accept_length(tables, arm),
-        "medusa_overhead": published.medusa_overhead(timed.rounds, arm, baseline) if compared else nan,
+        "medusa_overhead": published.medusa_overhead(timed.forwards, arm, baseline) if compared else nan,
         "tokens_per_second": speed.tokens_per_second(tables.requests, arm),
         "baseline_tokens_per_second": speed.tokens_per_second(tables.requests, baseline),
         "speedup": mapped(speed.speedup(tables.requests, arm, baseline)),
@@ -123,12 +123,12 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "time_per_output_token": float(speed.time_per_output_token(tables.requests, arm).mean()),
         "intervals": {name: mapped(interval) for name, interval in intervals.items()},
         "prefill_seconds": speed.prefill_seconds(tables.requests, arm),
-        "phase_seconds": phases.phase_seconds(timed.rounds, arm),
+        "phase_seconds": phases.phase_seconds(timed.forwards, arm),
         "mask_busy": mask_busy,
         "mask_exposed_share": ratio(mask_wait, seconds),
         "decode_seconds": seconds,
-        "overhead": phases.overhead(timed.rounds, arm),
-        "baseline_overhead": phases.overhead(timed.rounds, baseline),
+        "overhead": phases.overhead(timed.forwards, arm),
+        "baseline_overhead": phases.overhead(timed.forwards, baseline),
         **(roofline_figures(timed, arm, roofline) if compared else base),
         "baseline_roofline_share": base["roofline_share"]["mean"],
         "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),

@@ -38,13 +38,13 @@ ERRORS = 2.0
 def units_of_run(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return the table of each arm of a benchmark: its timed groups, without the prefill."""
     units, groups = {}, timed_groups(tables.requests)
-    with_rounds = set(tables.rounds["arm"])
+    with_forwards = set(tables.forwards["arm"])
     for arm in tables.requests["arm"].unique():
         table = group_totals(tables.requests, arm)
         requests = tables.requests[(tables.requests["arm"] == arm) & tables.requests["group"].isin(groups)]
-        rounds = tables.rounds[(tables.rounds["arm"] == arm) & tables.rounds["group"].isin(groups)]
-        same = arm in with_rounds
-        slowness = forward_slowness(rounds, table) if same else token_slowness(table)
+        forwards = tables.forwards[(tables.forwards["arm"] == arm) & tables.forwards["group"].isin(groups)]
+        same = arm in with_forwards
+        slowness = forward_slowness(forwards, table) if same else token_slowness(table)
         load = other_cores(requests, "group")
         units[arm] = table.assign(slowness=slowness.reindex(table.index), same_forwards=same, other_cores=load)
     return units
@@ -62,32 +62,32 @@ def token_slowness(table: pd.DataFrame) -> pd.Series:
     return each - each.median()
 
 
-def forward_slowness(rounds: pd.DataFrame, table: pd.DataFrame) -> pd.Series:
+def forward_slowness(forwards: pd.DataFrame, table: pd.DataFrame) -> pd.Series:
     """Return the logarithm of each group's time over what its forwards usually take in this arm.
 
     Usual is the median time of the arm's forwards with as many rows. What longer contexts add is taken off
     (``_context_slope``). Waiting for token masks does not count, since it differs between grammars.
 
     Args:
-        rounds: one arm's rows of ``rounds``, prefill included.
+        forwards: one arm's rows of ``forwards``, prefill included.
         table: the arm's ``seconds`` by group, without the prefill.
     """
-    rounds = rounds.sort_values([*together(rounds), "round"])
-    seconds = since_last_step(rounds) - rounds["mask_wait"]
-    rounds = rounds[~rounds["prefill"].astype(bool)]
-    rows = rounds["live"] + rounds["nodes"] + rounds["computed_only"]
+    forwards = forwards.sort_values([*together(forwards), "forward"])
+    seconds = since_last_step(forwards) - forwards["mask_wait"]
+    forwards = forwards[~forwards["prefill"].astype(bool)]
+    rows = forwards["live"] + forwards["nodes"] + forwards["computed_only"]
     frame = pd.DataFrame(
         {
-            "seconds": seconds[rounds.index],
-            "waited": rounds["mask_wait"],
-            "usual": _usual(rows.to_numpy(), seconds[rounds.index].to_numpy()),
-            "context": rounds["cells"] / rounds["live"].clip(lower=1),
+            "seconds": seconds[forwards.index],
+            "waited": forwards["mask_wait"],
+            "usual": _usual(rows.to_numpy(), seconds[forwards.index].to_numpy()),
+            "context": forwards["cells"] / forwards["live"].clip(lower=1),
         }
     )
-    sums = frame.groupby(rounds["group"]).agg({"waited": "sum", "usual": "sum", "context": "mean"})
+    sums = frame.groupby(forwards["group"]).agg({"waited": "sum", "usual": "sum", "context": "mean"})
     sums = sums[sums["usual"] > 0].join(table["seconds"], how="inner")
     slowness = np.log((sums["seconds"] - sums["waited"]).clip(lower=0.0).replace(0.0, np.nan) / sums["usual"])
-    slowness -= _context_slope(frame, rounds["group"], sums["context"], slowness) * (
+    slowness -= _context_slope(frame, forwards["group"], sums["context"], slowness) * (
         sums["context"] - sums["context"].median()
     )
     return slowness - slowness.median()

@@ -64,7 +64,7 @@ def forwards_of_run(folder: Path) -> pd.DataFrame:
     names = names_in_manifest(manifest)
     proposers = {names.get(arm, arm): str(facts.get("name", "")) for arm, facts in manifest["proposers"].items()}
     tables = metrics.load(folder)
-    plain = tables.rounds[tables.rounds["arm"] == BASELINE]
+    plain = tables.forwards[tables.forwards["arm"] == BASELINE]
     if plain["prefill"].all():
         raise ValueError(f"{folder} has no steps of the baseline, which --costs requires: run with baseline=true")
     return forwards_of(with_names(tables, names), proposers)
@@ -110,10 +110,10 @@ def _timed_steps(tables: metrics.Tables) -> pd.DataFrame:
     Columns: arm, live, nodes (of each sequence, rounded), depth (of the deepest draft), context (a mean), drafting
     (seconds of drafting and verification), rest (seconds of all else since the step before).
     """
-    key = ["group", "arm", "round"]
+    key = ["group", "arm", "forward"]
     of_sequences = tables.steps.groupby(key).agg(depth=("depth", "max"), context=("context", "mean"))
     parts = []
-    for _, of_arm in tables.rounds.sort_values(key).groupby("arm", sort=False):
+    for _, of_arm in tables.forwards.sort_values(key).groupby("arm", sort=False):
         drafting = of_arm["propose"] + of_arm["verify"]
         nodes = (of_arm["nodes"] / of_arm["live"].clip(lower=1)).round().astype(int)
         parts.append(of_arm.assign(nodes=nodes, drafting=drafting, rest=since_last_step(of_arm) - drafting))

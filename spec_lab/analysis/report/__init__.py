@@ -31,7 +31,9 @@ from spec_lab.analysis.results import sweep as sweep_result
 from spec_lab.core.files import write_text
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
+from spec_lab.results.old_names import TABLES
 from spec_lab.results.result import Result
+from spec_lab.results.schema import SCHEMAS
 
 RESULTS: Mapping[str, Callable[[Path], Result]] = {
     "spec_lab.tasks.train.train": training.result,
@@ -118,7 +120,8 @@ def _refuse_other_task(folder: Path) -> None:
     every = [
         file for subfolder in (".", "parts", "figures") for file in (folder / subfolder).glob("*.*") if file.is_file()
     ]
-    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests|tokens|replay)[-.]")
+    tables = "|".join([*TABLES, *SCHEMAS, "tokens", "replay"])
+    expected = re.compile(rf"\.|(manifest|ended)\.json$|report\.html$|({tables})[-.]")
     others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
     ended = sweep.ended(folder)
     if others or (ended and ended["state"] == "done"):

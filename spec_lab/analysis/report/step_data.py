@@ -35,7 +35,7 @@ PHASES = {
     "verify": ("verify", figures.PHASES["verify"]),
     "commit": ("commit", figures.PHASES["commit"]),
 }
-"""Columns of ``rounds`` that add up to a step, in its order: label and colour."""
+"""Columns of ``forwards`` that add up to a step, in its order: label and colour."""
 
 
 def step_data(
@@ -88,14 +88,14 @@ def _steps_in_order(
     place_of = {request: number for number, request in enumerate(requests)}
     order = {arm: number for number, arm in enumerate(arms)}
     steps = tables.steps[tables.steps["request"].isin(place_of) & tables.steps["arm"].isin(order)]
-    rounds = tables.rounds[tables.rounds["group"].isin(set(steps["group"]))]
-    forwards = {(forward["group"], forward["arm"], forward["round"]): forward for forward in rounds.to_dict("records")}
+    rows = tables.forwards[tables.forwards["group"].isin(set(steps["group"]))]
+    forwards = {(row["group"], row["arm"], row["forward"]): row for row in rows.to_dict("records")}
     ordered = sorted(
         steps.to_dict("records"),
-        key=lambda row: (place_of[row["request"]], order[row["arm"]], row["sequence"], row["round"]),
+        key=lambda row: (place_of[row["request"]], order[row["arm"]], row["sequence"], row["forward"]),
     )
     for row in ordered:
-        forward = forwards.get((row["group"], row["arm"], row["round"]), {})
+        forward = forwards.get((row["group"], row["arm"], row["forward"]), {})
         yield output_key(row["request"], row["arm"], row["sequence"]), row, forward
 
 
@@ -115,7 +115,7 @@ def _step(
         "the prompt's own forward" if row["prefill"] else "",
     ]
     step: dict[str, Any] = {
-        "round": row["round"],
+        "forward": row["forward"],
         "why": "" if tree is None else reason(row, tree, text, how),
         "facts": ", ".join(fact for fact in facts if fact),
         "ms": [_milliseconds(forward[name]) for name in PHASES] if forward else [],

@@ -107,7 +107,7 @@ def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str
     letters = 0
     for request in every[:MAX_PROMPTS]:
         of_request = (rows[rows["request"] == request] for rows in (tables.steps, tables.requests))
-        rows = Tables(tables.rounds, *of_request)
+        rows = Tables(tables.forwards, *of_request)
         letters += int(rows.requests["text"].str.len().sum())
         if shown and letters > MAX_LETTERS:
             break
@@ -125,7 +125,7 @@ def _prompt(tables: Tables, arms: list[str]) -> dict[str, Any]:
         rows = tables.requests[tables.requests["arm"] == arm].sort_values("sequence")
         steps = metrics.decode_steps(tables.steps, arm)
         of_arm = tables.steps[tables.steps["arm"] == arm]
-        has = set(zip(of_arm["sequence"], of_arm["round"], strict=True))
+        has = set(zip(of_arm["sequence"], of_arm["forward"], strict=True))
         parents = dict(zip(rows["sequence"], rows["parent_sequence"], strict=True))
         for row in rows.to_dict("records"):
             spans = frames.spans(tables, row["request"], arm, row["sequence"])
@@ -175,17 +175,17 @@ def _owner(sequence: int, parents: Mapping[int, int], has: set[tuple[int, int]],
 def _marked(
     spans: list[frames.TextSpan], owner: Callable[[int], int | None]
 ) -> list[tuple[str, str, tuple[int, int] | None]]:
-    """Return CSS class, text and step (sequence and round) of each span, None without a step; the class of one that
+    """Return CSS class, text and step (sequence and forward) of each span, None without a step; the class of one that
     begins a step and is not shaded is 's'.
     """
     marked: list[tuple[str, str, tuple[int, int] | None]] = []
     last = -1
     for span in spans:
-        begins = span.round != last and span.round > 0
-        sequence = owner(span.round)
-        step = None if sequence is None else (sequence, span.round)
+        begins = span.forward != last and span.forward > 0
+        sequence = owner(span.forward)
+        step = None if sequence is None else (sequence, span.forward)
         marked.append((MARKS.get(span.kind, "s" if begins else ""), span.text, step))
-        last = span.round
+        last = span.forward
     return marked
 
 

@@ -4,7 +4,7 @@
 // The block #steps holds
 //   phases   [label, colour, colour on a dark page] of the numbers in a step's ms
 //   texts    the text of each token
-//   outputs  the steps of each output, by REQUEST/ARM/SEQUENCE: round, why, facts, ms and, where it was recorded, tree:
+//   outputs  the steps of each output, by REQUEST/ARM/SEQUENCE: forward, why, facts, ms and, where it was recorded, tree:
 //            tokens, parents (-1: the root), p, q, accept of each node; illegal, forced and path (the accepted ones) are
 //            places of nodes; emitted, origins, kept (how many are left) and emitted_p are those of the emitted tokens;
 //            noise: whether accept is given the noise that draft and target share; failed: the step was not verified
@@ -181,7 +181,7 @@
       arms.value = output.dataset.arm;
       arms.dispatchEvent(new Event("change"));
     }
-    const hash = `#step=${key}/${step.round}`;
+    const hash = `#step=${key}/${step.forward}`;
     const link = make("a", { href: hash }, "link");
     const go = (to) => () => { show(output, key, to); };
     pane.replaceChildren(
@@ -195,7 +195,7 @@
       ...(step.tree ? [treeOf(step.tree), make("p", { class: "legend how", "aria-hidden": "true" }, LEGEND)] : []));
     output.classList.add("open");
     output.append(pane);
-    const own = `${key.slice(key.lastIndexOf("/") + 1)}/${step.round}`;
+    const own = `${key.slice(key.lastIndexOf("/") + 1)}/${step.forward}`;
     const spans = [...output.querySelectorAll("[data-step]")].filter((one) => one.dataset.step === own);
     spans.forEach((one) => one.classList.add("on"));
     const text = output.querySelector("pre");
@@ -219,10 +219,10 @@
     open = null;
   }
 
-  // Open the step that the address names, as #step=REQUEST/ARM/SEQUENCE/ROUND.
+  // Open the step that the address names, as #step=REQUEST/ARM/SEQUENCE/FORWARD.
   function follow() {
-    const [, key, round] = /^#step=(.+)\/(\d+)$/.exec(location.hash) ?? [];
-    const place = (data.outputs[key] ?? []).findIndex((step) => step.round === Number(round));
+    const [, key, forward] = /^#step=(.+)\/(\d+)$/.exec(location.hash) ?? [];
+    const place = (data.outputs[key] ?? []).findIndex((step) => step.forward === Number(forward));
     if (place >= 0 && outputs.has(key) && !(open && open.key === key && open.place === place)) {
       show(outputs.get(key), key, place, true);
     }
@@ -231,9 +231,9 @@
   view.addEventListener("click", (event) => {
     const span = event.target.closest("[data-step]"), output = event.target.closest(".output");
     if (!span || String(getSelection())) return; // text is being marked
-    const [sequence, round] = span.dataset.step.split("/");
+    const [sequence, forward] = span.dataset.step.split("/");
     const key = output.dataset.output.replace(/[^/]*$/, sequence);
-    const place = (data.outputs[key] ?? []).findIndex((step) => step.round === Number(round));
+    const place = (data.outputs[key] ?? []).findIndex((step) => step.forward === Number(forward));
     if (place >= 0) show(output, key, place);
   });
   view.addEventListener("keydown", (event) => {

@@ -17,7 +17,7 @@ from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell
 PLACE = {"batch": int, "context": int}
 SPREAD = {**PLACE, "seconds": float, "low": float, "high": float}
 SUMMARY = {
-    "turns": int, "rounds": int, "temperature": float, "nodes": [{**SPREAD, "nodes": float}],
+    "turns": int, "steps": int, "temperature": float, "nodes": [{**SPREAD, "nodes": float}],
     "arms": [{**SPREAD, "arm": str}],
     "?verdict": str, "?verdict_reasons": [str],
     "?baseline": [{**PLACE, "roofline_share": {"mean": REAL}, "memory_bound_steps": REAL}],
@@ -50,7 +50,7 @@ def result(folder: Path) -> Result:
     return Result(
         manifest["config"].get("name", "run"),
         f"step costs, temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
-        f"{summary['rounds']} steps, with quartiles over repeats",
+        f"{summary['steps']} steps, with quartiles over repeats",
         [
             Section("t(n), milliseconds of a step with n draft nodes per sequence", "Without drafting.",
                     _table(nodes, *by_nodes, 1e3), {"cost": partial(figures.step_costs, nodes)} if nodes else {}),

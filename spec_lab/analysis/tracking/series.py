@@ -93,7 +93,7 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
         shown["tau"] = [metrics.tau_pooled(steps.iloc[:end]) for end in edges[1:]]
         shown["acceptance_rate"] = [metrics.draft_token_rate(steps.iloc[:end]) for end in edges[1:]]
         by_step.append(shown.rename(columns={figure: name(arm, figure) for figure in shown}))
-        seconds = phase_seconds_by_step(_in_order(tables.rounds[tables.rounds["arm"] == arm]))
+        seconds = phase_seconds_by_step(_in_order(tables.forwards[tables.forwards["arm"] == arm]))
         binned = _binned(seconds, _edges(len(seconds), max_points))
         by_batch_step.append(binned.rename(columns={phase: name(arm, f"time/{phase}") for phase in binned}))
     yield from _points(STEP, by_step)
@@ -104,8 +104,8 @@ def mean_seconds(tables: Tables) -> Point:
     """Return the mean of each ``time/PHASE`` over the steps of the batch in timed groups, as figures of the run."""
     shares, tables = {}, metrics.of_timed_groups(tables)
     for arm in metrics.arms(tables):
-        count = int(((tables.rounds["arm"] == arm) & ~tables.rounds["prefill"]).sum())
-        for phase, seconds in metrics.phase_seconds(tables.rounds, arm).items():
+        count = int(((tables.forwards["arm"] == arm) & ~tables.forwards["prefill"]).sum())
+        for phase, seconds in metrics.phase_seconds(tables.forwards, arm).items():
             if count:
                 shares[name(arm, f"time/{phase}")] = seconds / count
     return shares
@@ -116,13 +116,13 @@ def rows_per_point(tables: Tables, max_points: int = MAX_POINTS) -> dict[str, fl
     rows = {}
     for arm in metrics.arms(tables):
         rows[name(arm, STEP)] = len(metrics.decode_steps(tables.steps, arm))
-        rows[name(arm, BATCH_STEP)] = int(((tables.rounds["arm"] == arm) & ~tables.rounds["prefill"]).sum())
+        rows[name(arm, BATCH_STEP)] = int(((tables.forwards["arm"] == arm) & ~tables.forwards["prefill"]).sum())
     return {key: count / max_points for key, count in rows.items() if count > max_points}
 
 
 def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows in the order decoded, also of a run that was interrupted and resumed."""
-    order = [name for name in ("group", "round", "request", "sequence") if name in rows]
+    order = [name for name in ("group", "forward", "request", "sequence") if name in rows]
     return rows.sort_values(order, kind="stable", ignore_index=True)
 
 

@@ -64,15 +64,15 @@ def steps(tables: Tables, max_rows: int = MAX_STEPS, max_letters: int = MAX_LETT
     prompt are shown or none, with at most ``max_rows`` rows together.
     """
     every = pd.concat([metrics.decode_steps(tables.steps, arm) for arm in metrics.arms(tables)] or [tables.steps])
-    order = [name for name in ("request", "arm", "sequence", "round") if name in every]
+    order = [name for name in ("request", "arm", "sequence", "forward") if name in every]
     shown = _first_prompts(every.sort_values(order, kind="stable", ignore_index=True), max_rows)
     texts: dict[tuple[int, str, int, int], dict[str, str]] = {}
     for request, arm, sequence in shown[["request", "arm", "sequence"]].drop_duplicates().itertuples(index=False):
         for span in spans(tables, request, arm, sequence):
-            of_step = texts.setdefault((request, arm, sequence, span.round), {"accepted": "", "other": ""})
+            of_step = texts.setdefault((request, arm, sequence, span.forward), {"accepted": "", "other": ""})
             of_step["accepted" if span.kind == "accepted" else "other"] += span.text[:max_letters]
     of_steps = [texts.get(key, {}) for key in zip(*(shown[name] for name in order), strict=True)]
-    table = shown[[*order, *(name for name in STEP_COLUMNS if name in shown)]].rename(columns={"round": "step"})
+    table = shown[[*order, *(name for name in STEP_COLUMNS if name in shown)]].rename(columns={"forward": "step"})
     for kind in ("accepted", "other"):
         table[f"{kind}_text"] = [of_step.get(kind, "") for of_step in of_steps]
     for name in LIST_COLUMNS:

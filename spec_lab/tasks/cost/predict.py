@@ -185,7 +185,7 @@ def _tokens(tables: Tables, arm: str) -> pd.Series:
 def _seconds(cost: Cost, tables: Tables, arm: str) -> pd.Series:
     """Return the predicted decode seconds of each group."""
     steps = tables.steps[(tables.steps["arm"] == arm) & ~tables.steps["prefill"]]
-    each = steps.groupby(["group", "round"]).agg(
+    each = steps.groupby(["group", "forward"]).agg(
         nodes=("nodes", "mean"), batch=("request", "size"), context=("context", "mean")
     )
     took = cost.step(arm, each["nodes"], each["batch"], each["context"])

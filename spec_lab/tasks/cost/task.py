@@ -97,7 +97,7 @@ def measure(
             lab.tracker.group(number, {"seconds without nodes": none["whole"]})
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
-        summary |= {"turns": repeats, "rounds": steps, "roofline": facts.get("roofline")}
+        summary |= {"turns": repeats, "steps": steps, "roofline": facts.get("roofline")}
         summary |= summarise(frame, Roofline.of(facts.get("roofline")))
         summary |= verdict(frame, facts).summary()
         names = names_in_manifest(facts)

@@ -211,7 +211,7 @@ def of_prompt(
                     f"request '{request.name}', position {drafted.position}, {names[drafted.proposer]}: {why}"
                 )
                 continue
-            replay += replay_rows_of([drafted.info], request.id, drafted.proposer, vocabulary, round_is_position=True)
+            replay += replay_rows_of([drafted.info], request.id, drafted.proposer, vocabulary, forward_is_position=True)
             shared = _shared(request, drafted)
             bounds.add(drafted)
             for name, (verdict, seconds) in verdicts(

@@ -36,8 +36,8 @@ def requests() -> pd.DataFrame:
 
 
 @pytest.fixture
-def rounds() -> pd.DataFrame:
-    """One group: a prefill of 1 s, then rounds of 2 s and 3 s with 0.5 s between each."""
+def forwards() -> pd.DataFrame:
+    """One group: a prefill of 1 s, then forwards of 2 s and 3 s with 0.5 s between each."""
     phases = ["propose", "propose_forward", "target", "target_forward", "probabilities", "verify", "commit"]
     rows = [
         (0, True, 0.0, 1.0, 0.1, 0.0, 0.7, 0.6, 0.1, 0.05, 0.05),

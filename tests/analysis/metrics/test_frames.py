@@ -22,7 +22,7 @@ def step(path=(), **changes) -> dict:
     """One decode step that accepted ``path`` and emitted one token more, in a chain of 3."""
     accepted = len(path)
     plain = {
-        "group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "round": 1,
+        "group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "forward": 1,
         "prefill": False, "finish": "", "nodes": 3, "depth": 3, "path": list(path), "stop_had_children": accepted < 3,
         "accepted": accepted, "emitted": accepted + 1, "accepted_kept": accepted, "emitted_kept": accepted + 1,
         "forced_accepted": 0, "forced_emitted": 0, "forced_accepted_kept": 0, "forced_emitted_kept": 0,
@@ -55,7 +55,7 @@ def test_phases_add_up_to_the_decode_time(tables):
     frame = frames.time_by_phase(tables)
     for arm, rows in frame.groupby("arm"):
         tokens = tables.requests[tables.requests["arm"] == arm]["decode_tokens"].sum()
-        assert rows["ms_per_token"].sum() * tokens == pytest.approx(1e3 * metrics.decode_seconds(tables.rounds, arm))
+        assert rows["ms_per_token"].sum() * tokens == pytest.approx(1e3 * metrics.decode_seconds(tables.forwards, arm))
         assert rows["share"].sum() == pytest.approx(1)
 
 
@@ -63,12 +63,12 @@ def test_cost_is_the_median_by_nodes_of_each_sequence():
     def one(nodes, live, target, prefill=False):
         return {"arm": "speculative", "live": live, "nodes": nodes, "target": target, "prefill": prefill}
 
-    rounds = pd.DataFrame(
+    forwards = pd.DataFrame(
         [one(8, 2, 0.001), one(8, 2, 0.003), one(7, 2, 0.008), one(4, 1, 0.002), one(0, 2, 9.0, prefill=True)]
     )
     requests = pd.DataFrame({"arm": ["speculative"]})
-    frame = frames.cost_of_nodes(Tables(rounds, pd.DataFrame(), requests))
-    assert frame[["live", "nodes", "rounds"]].to_numpy().tolist() == [[1, 4, 1], [2, 4, 3]]  # 7 / 2 is 4, rounded
+    frame = frames.cost_of_nodes(Tables(forwards, pd.DataFrame(), requests))
+    assert frame[["live", "nodes", "forwards"]].to_numpy().tolist() == [[1, 4, 1], [2, 4, 3]]  # 7 / 2 is 4, rounded
     np.testing.assert_allclose(frame["ms"], [2.0, 3.0])
     np.testing.assert_allclose(frame["low"], [2.0, 2.0])
 
@@ -88,7 +88,7 @@ def test_of_a_large_tree_the_likeliest_nodes_are_kept_with_their_parents():
 
 
 def test_nothing_gives_empty_frames_with_their_columns(tables):
-    nothing = Tables(tables.rounds.iloc[:0], tables.steps.iloc[:0], tables.requests.iloc[:0])
+    nothing = Tables(tables.forwards.iloc[:0], tables.steps.iloc[:0], tables.requests.iloc[:0])
     for make in (frames.throughput, frames.speedups, frames.by_depth, frames.tokens_per_step, frames.time_by_phase):
         assert len(make(nothing)) == 0
         assert "arm" in make(nothing)
@@ -99,7 +99,7 @@ def test_nothing_gives_empty_frames_with_their_columns(tables):
 
 
 def test_spans_tell_accepted_from_the_one_after_them():
-    steps = [step([], prefill=True, round=0, context=10), step([0, 0], context=11)]
+    steps = [step([], prefill=True, forward=0, context=10), step([0, 0], context=11)]
     assert frames.spans(output("ABCD", [1, 2, 3, 4], steps), 0, "speculative") == [
         Span("A", "prefill", 0), Span("BC", "accepted", 1), Span("D", "bonus", 1),
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_spans_tell_accepted_from_the_one_after_them():
 def test_spans_know_forced_tokens_before_within_and_after_a_step():
     steps = [
         step([0], context=12, forced_accepted_kept=1, forced_emitted_kept=1),  # two were forced before it
-        step([0], round=2, context=14, emitted_kept=4, forced_emitted_kept=2),  # two are appended to it
+        step([0], forward=2, context=14, emitted_kept=4, forced_emitted_kept=2),  # two are appended to it
     ]
     assert frames.spans(output("abCDEFgh", range(1, 9), steps), 0, "speculative") == [
         Span("ab", "forced", -1), Span("C", "forced", 1), Span("D", "bonus", 1), Span("E", "accepted", 2),
@@ -119,7 +119,7 @@ def test_spans_know_forced_tokens_before_within_and_after_a_step():
 def test_spans_forget_what_was_taken_back():
     steps = [
         step([0, 0], context=10, taken_back=2, emitted_kept=4, forced_emitted_kept=1),  # A B C - - + f: A f
-        step([0], round=2, context=12),
+        step([0], forward=2, context=12),
     ]
     assert frames.spans(output("AfGH", [1, 2, 3, 4], steps), 0, "speculative") == [
         Span("A", "accepted", 1), Span("f", "forced", 1), Span("G", "accepted", 2), Span("H", "bonus", 2),
@@ -127,7 +127,7 @@ def test_spans_forget_what_was_taken_back():
 
 
 def test_a_fork_begins_with_what_it_shares():
-    steps = [step([0], context=10), step([], round=2, context=12), step([0], round=2, sequence=1, context=12)]
+    steps = [step([0], context=10), step([], forward=2, context=12), step([0], forward=2, sequence=1, context=12)]
     fork = {"sequence": 1, "parent_sequence": 0, "text": "ABxy", "tokens": [0, 1, 2, 3], "ends": [1, 2, 3, 4]}
     given = output("ABC", [1, 2, 3], steps, fork)
     assert frames.spans(given, 0, "speculative", 1) == [

@@ -215,7 +215,9 @@ def test_medusas_acceleration_rate_over_its_overhead_is_the_speed_up():
     arm = [("speculative", 0, False, 1.5 * number, 1.5) for number in range(4)]
     base = [("baseline", 0, False, 1.0 * number, 1.0) for number in range(12)]
     prefills = [("speculative", 0, True, -9.0, 9.0), ("baseline", 0, True, -9.0, 9.0)]  # end where decoding begins
-    rounds = pd.DataFrame(prefills + arm + base, columns=columns)
+    forwards = pd.DataFrame(prefills + arm + base, columns=columns)
     arm_steps = steps(*[{"accepted": 2}] * 4)
-    assert metrics.medusa_overhead(rounds, "speculative") == pytest.approx(1.5)
-    assert metrics.tau_with_forced(arm_steps) / metrics.medusa_overhead(rounds, "speculative") == pytest.approx(12 / 6)
+    assert metrics.medusa_overhead(forwards, "speculative") == pytest.approx(1.5)
+    assert metrics.tau_with_forced(arm_steps) / metrics.medusa_overhead(forwards, "speculative") == pytest.approx(
+        12 / 6
+    )

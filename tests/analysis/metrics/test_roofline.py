@@ -21,15 +21,15 @@ def tables(groups=2, **of_steps) -> metrics.Tables:
 
     At the first step reading takes 1.1 s and computing .25 s, at the second reading 1.12 s and computing 2.06 s.
     """
-    rounds, steps = [], []
+    forwards, steps = [], []
     for group in range(groups):
         for number, (start, whole, forward) in enumerate([(0.0, 1.0, 0.9), (2.0, 4.0, 2.0), (7.0, 4.0, 2.0)]):
-            keys = {"group": group, "arm": "speculative", "round": number, "prefill": number == 0}
+            keys = {"group": group, "arm": "speculative", "forward": number, "prefill": number == 0}
             times = {"start": start, "whole": whole, "target_forward": forward}
-            rounds.append({**keys, **times, "prefill_chunks": 0})
+            forwards.append({**keys, **times, "prefill_chunks": 0})
             context, nodes, extra = [(5, 0, 0), (10, 0, 0), (11, 3, 1)][number]
             steps.append({**keys, "context": context, "pending": 1, "nodes": nodes, "computed_only": extra, **of_steps})
-    return metrics.Tables(pd.DataFrame(rounds), pd.DataFrame(steps), pd.DataFrame())
+    return metrics.Tables(pd.DataFrame(forwards), pd.DataFrame(steps), pd.DataFrame())
 
 
 def test_every_step_after_the_prefill_has_its_two_bounds():
@@ -52,18 +52,18 @@ def test_the_share_is_the_larger_bound_over_the_seconds_of_the_forwards():
 
 def test_a_step_that_computed_a_part_of_a_prompt_is_left_out():
     both = tables()
-    both.rounds.loc[1, "prefill_chunks"] = 1
+    both.forwards.loc[1, "prefill_chunks"] = 1
     assert len(metrics.step_bounds(both, "speculative", ROOFLINE)) == 3
     mixed = tables()
     second = mixed.steps.iloc[[1]].assign(prefill=True)
-    mixed = metrics.Tables(mixed.rounds, pd.concat([mixed.steps, second], ignore_index=True), mixed.requests)
+    mixed = metrics.Tables(mixed.forwards, pd.concat([mixed.steps, second], ignore_index=True), mixed.requests)
     assert len(metrics.step_bounds(mixed, "speculative", ROOFLINE)) == 3
 
 
 def test_all_sequences_of_a_step_count():
     recorded = tables()
     two = metrics.Tables(
-        recorded.rounds, pd.concat([recorded.steps, recorded.steps], ignore_index=True), recorded.requests
+        recorded.forwards, pd.concat([recorded.steps, recorded.steps], ignore_index=True), recorded.requests
     )
     alone, both = (metrics.step_bounds(each, "speculative", ROOFLINE) for each in (recorded, two))
     assert (both["compute"] == 2 * alone["compute"]).all()

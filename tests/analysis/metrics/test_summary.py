@@ -11,11 +11,11 @@ from spec_lab.results.manifest import finite
 from tests.analysis.metrics.tables import steps
 
 
-def test_every_arm_with_rounds_is_compared_to_every_peer_group_by_group(requests, rounds):
+def test_every_arm_with_forwards_is_compared_to_every_peer_group_by_group(requests, forwards):
     """The peer is half as fast as the baseline in group 0 and as fast in group 1."""
     peer = requests[requests["arm"] == "baseline"].assign(arm="peer")
     peer.loc[peer["group"] == 0, "decode_seconds"] *= 2
-    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    twice = pd.concat([forwards, forwards.assign(arm="baseline")])
     compared = metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
     assert list(compared) == ["peer"] and list(compared["peer"]) == ["speculative", "baseline"]
     assert compared["peer"]["speculative"]["mean"] == pytest.approx(11 / 3)
@@ -23,9 +23,9 @@ def test_every_arm_with_rounds_is_compared_to_every_peer_group_by_group(requests
     assert metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
 
 
-def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
+def test_summary_names_what_the_design_asks_for(chain, requests, forwards):
     both = requests.assign(tokens=[[1]] * len(requests))
-    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    twice = pd.concat([forwards, forwards.assign(arm="baseline")])
     summary = metrics.summarise(metrics.Tables(twice, chain, both), "speculative")
     assert {
         "requests", "tokens", "steps", "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival",
@@ -55,10 +55,10 @@ def test_figures_from_seconds_are_over_the_groups_of_the_speeds(tables):
     whole = metrics.summarise(tables, "speculative")
     last = {"group": 2, "request": 9}
     requests = tables.requests.drop_duplicates("arm").assign(**last, decode_seconds=1000.0)
-    rounds = tables.rounds[tables.rounds["group"] == 0].assign(group=2)
-    rounds[["start", "whole"]] *= 1000
+    forwards = tables.forwards[tables.forwards["group"] == 0].assign(group=2)
+    forwards[["start", "whole"]] *= 1000
     more = metrics.Tables(
-        pd.concat([tables.rounds, rounds]), tables.steps, pd.concat([tables.requests, requests], ignore_index=True)
+        pd.concat([tables.forwards, forwards]), tables.steps, pd.concat([tables.requests, requests], ignore_index=True)
     )
     summary = metrics.summarise(more, "speculative")
     for name in ("decode_seconds", "phase_seconds", "overhead", "spec_bench_speedup", "speedup", "medusa_overhead"):
@@ -66,8 +66,8 @@ def test_figures_from_seconds_are_over_the_groups_of_the_speeds(tables):
 
 
 @pytest.fixture
-def tables(chain, requests, rounds) -> metrics.Tables:
-    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+def tables(chain, requests, forwards) -> metrics.Tables:
+    twice = pd.concat([forwards, forwards.assign(arm="baseline")])
     return metrics.Tables(twice, chain, requests.assign(tokens=[[1]] * len(requests)))
 
 
@@ -107,12 +107,12 @@ def test_a_summary_is_json(tables):
         json.dumps(finite(metrics.summarise(tables, arm)), allow_nan=False)
 
 
-def test_the_main_arm_comes_first_and_the_baseline_last_whatever_their_names(requests, rounds):
+def test_the_main_arm_comes_first_and_the_baseline_last_whatever_their_names(requests, forwards):
     names = ["aaa", "medusa", "zzz", "baseline", "peer"]
     order = dict(zip(["medusa", "zzz", "aaa", "peer", "baseline"], range(5), strict=True))
     rows = requests[requests["arm"] == "baseline"]
     every = pd.concat([rows.assign(arm=name, order=order[name]) for name in names])
-    forwards = pd.concat([rounds.assign(arm=name) for name in names if name != "peer"])
+    forwards = pd.concat([forwards.assign(arm=name) for name in names if name != "peer"])
     tables = metrics.Tables(forwards, steps({"accepted": 0}), every)
     assert metrics.main_arm(tables) == "medusa"
     assert metrics.arms(tables) == ["medusa", "aaa", "zzz", "peer", "baseline"]

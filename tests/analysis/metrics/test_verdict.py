@@ -23,7 +23,7 @@ def run(seed=0, groups=40, noise=0.03, slow=None, other_cores=0.02, drift=0.0, t
         ordered: whether prompts are sorted by length.
     """
     draw = np.random.default_rng(seed)
-    rounds, requests = [], []
+    forwards, requests = [], []
     for group in range(groups):
         prompt, rate = draw.integers(20, 300), draw.uniform(0.6, 0.8)
         prompt = 20 + 280 * group // groups if ordered else prompt
@@ -38,13 +38,13 @@ def run(seed=0, groups=40, noise=0.03, slow=None, other_cores=0.02, drift=0.0, t
             row = {"group": group, "arm": arm, "live": 1, "nodes": nodes, "computed_only": 0, "prefill_chunks": 0}
             number = np.arange(len(context))
             times = {"start": np.cumsum(whole) - whole, "whole": whole, "mask_wait": 0.0}
-            rounds.append(pd.DataFrame({**row, "round": number, "prefill": number == 0, "cells": context, **times}))
+            forwards.append(pd.DataFrame({**row, "forward": number, "prefill": number == 0, "cells": context, **times}))
             requests.append(
                 {"group": group, "arm": arm, "request": group, "decode_tokens": tokens, "prefill_tokens": 1,
                  "decode_seconds": whole[1:].sum(), "prefill_seconds": whole[0], "finish": "length",
                  "other_cores": other_cores}
             )  # fmt: skip
-    return Tables(pd.concat(rounds, ignore_index=True), pd.DataFrame(), pd.DataFrame(requests))
+    return Tables(pd.concat(forwards, ignore_index=True), pd.DataFrame(), pd.DataFrame(requests))
 
 
 def verdict(tables, manifest=MANIFEST):
@@ -188,7 +188,7 @@ def test_without_a_baseline_and_of_other_implementations_the_speeds_are_judged()
     """A peer has no rows of forwards: its groups are compared by their time per token."""
     tables = run(slow={("baseline", 5): 9.0})
     alone = tables.requests[tables.requests["arm"] == "baseline"].assign(arm="peer")
-    run_verdict = verdict(Tables(tables.rounds.iloc[:0], tables.steps, alone))
+    run_verdict = verdict(Tables(tables.forwards.iloc[:0], tables.steps, alone))
     assert (
         run_verdict.word == "not reliable"
         and "group 5" in run_verdict.reasons[0]
@@ -199,14 +199,14 @@ def test_without_a_baseline_and_of_other_implementations_the_speeds_are_judged()
 def test_a_run_whose_arms_emitted_nothing_after_the_prefill_is_not_reliable():
     tables = run(groups=8)
     requests = tables.requests.assign(decode_tokens=0)
-    assert verdict(Tables(tables.rounds, tables.steps, requests)).word == "not reliable"
-    assert verdict(Tables(tables.rounds.iloc[:0], tables.steps, requests.iloc[:0])).word == "not reliable"
+    assert verdict(Tables(tables.forwards, tables.steps, requests)).word == "not reliable"
+    assert verdict(Tables(tables.forwards.iloc[:0], tables.steps, requests.iloc[:0])).word == "not reliable"
 
 
 def test_short_and_broken_groups_are_not_judged():
     tables = run(slow={("baseline", 39): 30.0})
     broken = tables.requests.assign(finish=np.where(tables.requests["group"] == 39, "nan", "length"))
-    assert verdict(Tables(tables.rounds, tables.steps, broken)).word == "reliable"
+    assert verdict(Tables(tables.forwards, tables.steps, broken)).word == "reliable"
 
 
 def test_the_time_of_a_group_is_that_of_its_requests():
@@ -220,9 +220,9 @@ def test_the_time_of_a_group_is_that_of_its_requests():
 def test_waiting_for_token_masks_is_no_disturbance():
     """Of one grammar the masks take ten times as long as everything else."""
     tables = run()
-    slow = tables.rounds["group"] == 7
-    tables.rounds.loc[slow, "mask_wait"] = 9 * tables.rounds.loc[slow, "whole"]
+    slow = tables.forwards["group"] == 7
+    tables.forwards.loc[slow, "mask_wait"] = 9 * tables.forwards.loc[slow, "whole"]
     for column in ("start", "whole"):
-        tables.rounds.loc[slow, column] *= 10
+        tables.forwards.loc[slow, column] *= 10
     tables.requests.loc[tables.requests["group"] == 7, "decode_seconds"] *= 10
     assert metrics.disturbed(metrics.units_of_run(tables), CORES) == []

@@ -187,11 +187,11 @@ def test_a_run_s_own_steps_are_its_costs():
         start, rows = 0.0, []
         for number, (nodes, depth, drafting, rest, pause) in enumerate([(0, 0, 9.0, 9.0, 0.0), *each]):
             start += pause
-            row = {"arm": name, "group": 0, "round": number, "prefill": number == 0, "prefill_chunks": 0, "live": 2}
+            row = {"arm": name, "group": 0, "forward": number, "prefill": number == 0, "prefill_chunks": 0, "live": 2}
             row |= {"nodes": 2 * nodes, "depth": depth, "propose": 0.75 * drafting, "verify": 0.25 * drafting}
             rows.append(row | {"start": start, "whole": drafting + rest, "context": 50 + number})
             start += drafting + rest
-        rows.append(rows[-1] | {"round": len(rows), "live": 1, "start": start, "whole": 100.0})
+        rows.append(rows[-1] | {"forward": len(rows), "live": 1, "start": start, "whole": 100.0})
         return rows
 
     rows = [

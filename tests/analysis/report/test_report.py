@@ -122,7 +122,7 @@ def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     assert short_path(str(tmp_path / "spec_lab/zoo/prompts/code.jsonl")) == "zoo/prompts/code.jsonl"
     assert short_path("/data/models/tiny/") == "models/tiny"
     assert [short_path(path) for path in ("Qwen/Qwen3-8B", "mine.jsonl", None)] == ["Qwen/Qwen3-8B", "mine.jsonl", ""]
-    for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
+    for name in ("forwards.parquet", "steps.parquet", "requests.parquet"):
         shutil.copy(ran / name, tmp_path)
     facts = json.loads((ran / "manifest.json").read_text())
     facts["config"] |= {"target": {"path": "/data/of/me/tiny"}, "prompts": {"path": "/data/of/me/code.jsonl"}}
@@ -188,7 +188,7 @@ def test_arms_are_shown_by_the_names_of_their_proposers(which, page, swept):
 
 @pytest.mark.nightly
 def test_a_killed_run_says_so_and_shows_its_groups(ran, tmp_path):
-    for name in ("rounds.parquet", "steps.parquet", "requests.parquet", "manifest.json"):
+    for name in ("forwards.parquet", "steps.parquet", "requests.parquet", "manifest.json"):
         shutil.copy(ran / name, tmp_path)
     text = Parsed(report.write(tmp_path)).text
     assert "This run has not ended: 2 of 2 groups" in text and charts_in(tmp_path) >= 5

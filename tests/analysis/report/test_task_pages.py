@@ -42,7 +42,7 @@ SUMMARIES = {
               "alpha": 1e-6, "power": 0.999, "control": TEST | {"p_value": 1e-30}, "constraint": {"masks": MASKS},
               "convergence": {"sizes": [100, 1000], "expected": [0.3, 0.1], "control": [0.5, 0.5], "pairs": [
                   {"verifier": HOSTILE, "lossless": True, "distances": [0.3, 0.1]}]}},
-    COST: {"turns": 2, "rounds": 3, "temperature": 0.0, "nodes": [
+    COST: {"turns": 2, "steps": 3, "temperature": 0.0, "nodes": [
                {"batch": 1, "context": 64, "nodes": n, "seconds": 0.01 * (1 + n), "low": 0.009, "high": 0.02 * (1 + n)}
                for n in (0, 4)],
            "arms": [{"arm": HOSTILE, "batch": 1, "context": 64, "seconds": 0.002, "low": 0.001, "high": 0.003}],

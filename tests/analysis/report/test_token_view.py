@@ -89,10 +89,10 @@ def data_of(folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
     tables, data, note = data_of(runs(name))
-    by_key = {f"{key}/{step['round']}": step for key, steps in data["outputs"].items() for step in steps}
+    by_key = {f"{key}/{step['forward']}": step for key, steps in data["outputs"].items() for step in steps}
     assert len(by_key) == len(tables.steps) and "record=drafts" not in note
     for row in tables.steps.to_dict("records"):
-        step = by_key[f"{output_key(row['request'], row['arm'], row['sequence'])}/{row['round']}"]
+        step = by_key[f"{output_key(row['request'], row['arm'], row['sequence'])}/{row['forward']}"]
         tree = step["tree"]
         assert [tree["tokens"][node] for node in tree["path"]] == tree["emitted"][: row["accepted"]]
         ranks, above = [], -1
@@ -103,7 +103,9 @@ def test_every_step_has_its_accepted_tokens_and_its_texts(name, runs):
         assert len(tree["emitted"]) == row["emitted"] and len(tree["tokens"]) == row["nodes"]
         assert len(tree["illegal"]) == row["nodes"] - row["legal"] and len(tree["forced"]) == row["forced"]
         assert {str(token) for token in [*tree["tokens"], *tree["emitted"]]} <= data["texts"].keys()
-        forward = tables.rounds[(tables.rounds["arm"] == row["arm"]) & (tables.rounds["round"] == row["round"])]
+        forward = tables.forwards[
+            (tables.forwards["arm"] == row["arm"]) & (tables.forwards["forward"] == row["forward"])
+        ]
         whole = forward[forward["group"] == row["group"]]["whole"].item()
         assert sum(step["ms"]) == pytest.approx(1e3 * whole, rel=0.05, abs=0.05)
         assert step["why"]

@@ -35,7 +35,7 @@ def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
         steps = metrics.decode_steps(tables.steps, arm)
         assert column(points, f"{prefix}tau")[-1] == pytest.approx(metrics.tau_pooled(steps))
         assert sum(column(points, f"{prefix}accepted_tokens")) == steps["accepted"].sum()
-        for phase, seconds in metrics.phase_seconds(tables.rounds, arm).items():
+        for phase, seconds in metrics.phase_seconds(tables.forwards, arm).items():
             assert sum(column(points, f"{prefix}time/{phase}")) == pytest.approx(seconds, abs=1e-12), phase
     paired = metrics.walltime_speedup_paired(tables.requests, "speculative")
     assert column(points, "speedup") == pytest.approx(paired.tolist())
@@ -53,7 +53,7 @@ def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(track
     assert last["verdict"] == written["verdict"] and last["verdict_reasons"] == "; ".join(written["verdict_reasons"])
     assert last["baseline/tokens_per_second"] == written["baseline_tokens_per_second"]
     tables = metrics.of_timed_groups(tables)
-    count = int((tables.rounds["arm"].eq("speculative") & ~tables.rounds["prefill"]).sum())
+    count = int((tables.forwards["arm"].eq("speculative") & ~tables.forwards["prefill"]).sum())
     assert last["time/verify"] == pytest.approx(written["phase_seconds"]["verify"] / count)
 
 

@@ -14,7 +14,7 @@ def test_the_table_of_requests_is_bounded(tracked):
     few = shown.requests(tables, max_rows=5, max_letters=4)
     assert few["request"].tolist() == [0, 0, 1, 1]  # whole prompts
     assert few["prompt"].iloc[0] == "… sat" and len(few["text"].iloc[0]) == 5 and few["text"].iloc[0].endswith("…")
-    assert shown.requests(Tables(tables.rounds, tables.steps, tables.requests.iloc[:0])).empty
+    assert shown.requests(Tables(tables.forwards, tables.steps, tables.requests.iloc[:0])).empty
 
 
 def test_the_table_of_steps_holds_the_text_that_each_step_emitted(tracked):
@@ -34,10 +34,10 @@ def test_the_table_of_steps_is_bounded_and_shows_drafted_tokens_where_they_are_r
     drafted = tables.steps.assign(
         draft_tokens=[[1, 2]] * len(tables.steps), draft_q=[[0.123456, float("nan")]] * len(tables.steps)
     )
-    all_steps = shown.steps(Tables(tables.rounds, drafted, tables.requests))
+    all_steps = shown.steps(Tables(tables.forwards, drafted, tables.requests))
     first = int((all_steps["request"] == 0).sum())
-    few = shown.steps(Tables(tables.rounds, drafted, tables.requests), max_rows=first + 1)
+    few = shown.steps(Tables(tables.forwards, drafted, tables.requests), max_rows=first + 1)
     assert few["request"].unique().tolist() == [0] and len(few) == first
     assert (few["draft_tokens"].iloc[0], few["draft_q"].iloc[0]) == ("[1, 2]", "[0.1235, null]")
-    empty = shown.steps(Tables(tables.rounds, tables.steps.iloc[:0], tables.requests))
+    empty = shown.steps(Tables(tables.forwards, tables.steps.iloc[:0], tables.requests))
     assert isinstance(empty, pd.DataFrame) and empty.empty

@@ -69,6 +69,6 @@ def killed(tracked: Path, out: Path, groups: int = 99) -> Path:
     shutil.copy(tracked / "manifest.json", out)
     tables, recorder = metrics.load(tracked), Recorder(out)
     for number in sorted(set(tables.requests["group"]))[:groups]:
-        frames = (tables.rounds, tables.steps, tables.requests)
+        frames = (tables.forwards, tables.steps, tables.requests)
         recorder.write(number, *(frame[frame["group"] == number].to_dict("records") for frame in frames))
     return out

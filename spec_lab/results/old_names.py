@@ -1,0 +1,28 @@
+"""Names of tables, columns and figures in the files of older versions: the one place that maps them to today's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+TABLES = {"rounds": "forwards"}
+COLUMNS = {"round": "forward"}
+FIGURES = {"rounds": "steps"}
+"""Entries of a summary."""
+
+
+def table_names(name: str) -> list[str]:
+    """Return the names of a table's files: older ones first, then today's."""
+    return [*(old for old, new in TABLES.items() if new == name), name]
+
+
+def with_columns(table: pa.Table) -> pa.Table:
+    """Return a table with today's names of columns."""
+    return table.rename_columns([COLUMNS.get(name, name) for name in table.column_names])
+
+
+def with_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary with today's names of figures."""
+    return {FIGURES.get(name, name): value for name, value in summary.items()}
