@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
+from filelock import FileLock
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from spec_lab.cli.search import _distribution, launch
+from spec_lab.cli.search import _distribution, figures, launch, result
 from spec_lab.results import sweep
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
@@ -219,6 +220,66 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
         trial.params for trial in tried[:5] if trial.state is TrialState.FAIL
     ]
     assert {trial.state for trial in tried[5:]} == {TrialState.FAIL} and len(decoded) == ran
+
+
+@pytest.mark.nightly
+def test_when_every_trial_fails_one_line_reports_it(cli, tiny):
+    code, _, errors = cli(*tiny, "proposer.depth=no,never", "prompts.limit=1", "hydra.sweeper.n_trials=2")
+    assert code == 1 and "Traceback" not in errors
+    assert "spec_lab: no trial has a value for tokens_per_second: spec-lab state swept prints what failed" in errors
+
+
+@pytest.mark.nightly
+def test_a_study_has_comparable_runs_and_one_process_and_its_runs_serve_others(cli, tiny, tmp_path, decoded):
+    swept, few = tmp_path / "swept", [*tiny, "hydra.sweeper.n_trials=2"]
+    same, brute = ["prompts.limit=1", "proposer.depth=1,2"], "optuna.samplers.BruteForceSampler"
+    assert cli(*tiny, *same, "hydra.sweeper.n_trials=9", f"hydra.sweeper.sampler._target_={brute}")[0] == 0
+    depths = sorted(trial.params["proposer.depth"] for trial in complete(swept))
+    assert depths == [1, 2] == sorted(decoded), "a sampler without further candidates ends the search"
+    lines = (swept / "study.jsonl").read_bytes()
+    for more, message in (
+        (["prompts.limit=2", same[1]], "began with prompts.limit=1, not with prompts.limit=2"),
+        ([*same, "seed=3"], "began with nothing, not with seed=3"),
+        ([same[0], "proposer.depth=1,2,3"], "began with other choices for proposer.depth"),
+        ([*same, "hydra.sweeper.direction=minimize"], "hydra.sweeper.direction must be maximize"),
+    ):
+        code, _, errors = cli(*few, *more)
+        assert code == 1 and message in errors
+    with FileLock(swept / ".search.lock"):
+        code, _, errors = cli(*few, *same)
+    assert code == 1 and errors.startswith("spec_lab: the search in swept is locked by another process")
+    for unfinished in (b'{"op_code":', b"{", b""):
+        (swept / "study.jsonl").write_bytes(lines + unfinished)
+        assert cli(*few, *same)[0] == 0 and (swept / "study.jsonl").read_bytes() == lines
+    for other in ("hydra.sweeper.study_name=other", "hydra.sweeper.objective=intervals.tau_pooled.low"):
+        code, _, errors = cli(*few, *same, other)
+        assert code == 0, errors
+        for trial in trials(swept, other.partition("=")[2]):
+            name = "tokens_per_second" if "study_name" in other else "intervals.tau_pooled.low"
+            assert trial.value == result(name, folder_of(trial, swept))
+    assert len(decoded) == 2, "the same parameters are the same run"
+
+
+@pytest.mark.nightly
+def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_path):
+    assert cli(*tiny, "baseline=true", "proposer.depth=1,2", "hydra.sweeper.n_trials=1")[0] == 0
+    (run,) = sweep.runs(tmp_path / "swept")
+    summary, names = json.loads((run.folder / "summary.json").read_text()), figures()
+    assert {"tokens_per_second", "speedup.mean", "tau_pooled", "phase_seconds.probabilities"} <= set(names)
+    for name in names:
+        figure = summary
+        for part in name.split("."):
+            figure = figure[part]
+        assert result(name, run.folder) == figure, name
+    for name in ("nothing", "speedup", "speedup.middle", "tokens_per_second.low", "expected_kind"):
+        assert name not in names and result(name, run.folder) is None
+
+
+def test_a_missing_extra_is_named(cli, tiny, tmp_path, monkeypatch):
+    (tmp_path / "swept").mkdir()
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    code, _, errors = cli(*tiny, *SPACE)
+    assert code == 1 and errors.startswith("spec_lab: hydra/sweeper=search requires the extra search")
 
 
 @pytest.mark.nightly

@@ -17,6 +17,7 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.propose import Null
 from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.results.writer import load_token_texts
+from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.tasks.benchmark import margins, run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Gumbel, Match
@@ -142,6 +143,20 @@ def certified(tmp_path, **parts):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["tokens"] == 24, "whatever the certificate says, the run is whole"
     return {name: arm["certified"] for name, arm in summary["arms"].items()}, " ".join(console.file.getvalue().split())
+
+
+def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
+    pairs = []
+    monkeypatch.setattr("tests.labs.CERTIFICATES", {})
+
+    def counted(proposer, *_):
+        pairs.append((proposer.name, proposer.drawn))
+        return {"certified": None}
+
+    monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", counted)
+    for number, drawn in enumerate(["iid", "iid", "without"]):
+        certified(tmp_path / str(number), proposer=draft_model("2", drawn))
+    assert pairs == [("draft_model", "iid"), ("none", "point"), ("draft_model", "without")]
 
 
 def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
@@ -438,3 +453,22 @@ def test_a_run_measures_the_limits_of_the_machine_and_every_arm_s_share_of_them(
         assert 0 < arm_summary["roofline_share_end_to_end"]["mean"] < arm_summary["roofline_share"]["mean"]
         assert arm_summary["baseline_roofline_share"] == summary["arms"]["baseline"]["roofline_share"]["mean"]
     assert "baseline at " in printed and "this machine's" in printed
+
+
+def test_where_the_runner_does_not_state_its_work_the_share_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(CausalLM, "work", None)
+    console = quiet()
+    assert run(lab(TEXTS[:2]), settings(tmp_path), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["roofline"] is summary["baseline_roofline_share"] is None
+    assert "roofline is unknown" in console.file.getvalue()
+    (tmp_path / "summary.json").unlink()
+    assert run(lab(TEXTS[:2]), settings(tmp_path), CONFIG, quiet()) == 0, "resumed without"
+
+
+@pytest.mark.parametrize(("new", "drafts"), [(2**15 // 10, True), (2**15 // 10 + 1, False)])
+def test_a_small_run_records_its_drafts_by_itself(tmp_path, new, drafts):
+    """Five prompts and two arms."""
+    auto = settings(tmp_path, record="auto", max_new_tokens=new)
+    assert auto.with_record(lab().most_tokens(auto)).recording.drafts is drafts and not auto.recording.drafts
+    assert settings(tmp_path, record="none").with_record(0).record == "none"

@@ -1,5 +1,6 @@
 """The detokenizer: text is released once, cut at stop strings, and never contains a banned string."""
 
+import codecs
 import math
 import random
 
@@ -86,6 +87,25 @@ def test_released_text_never_changes(past, more, other, stops):
             if stream.finished is None:
                 stream.push(token)
         assert plain(pieces, [*begun, *future], rules).startswith(stream.text)
+
+
+@few
+@given(pieces_of(), strings)
+def test_only_an_unfinished_character_and_a_prefix_of_a_stop_string_are_held_back(pieces, stops):
+    stream, held, decoder = (
+        Stream(pieces, Rules(stop_strings=stops)),
+        "",
+        codecs.getincrementaldecoder("utf-8")("replace"),
+    )
+    text = ""
+    for token, piece in enumerate(pieces):
+        events, text = stream.push(token), text + decoder.decode(piece)
+        held = next((event.text for event in events if isinstance(event, Held)), held)
+        if stream.finished:
+            break
+        assert stops or (stream.text, held) == (text, "")
+        assert not held or any(string.startswith(held) and string != held for string in stops)
+    assert stream.finished is None or held == ""
 
 
 @few
@@ -392,6 +412,22 @@ def test_a_banned_string_in_the_healing_token_removes_it():
     stream.push(0)
     stream.push(2)
     assert stream.text == "c"
+
+
+@pytest.mark.parametrize("token", [-1, 2])
+def test_a_token_that_does_not_exist_is_refused(token):
+    for refused in (Stream([b"a", b"b"], Rules()).push, lambda stop: Stream([b"a", b"b"], Rules(frozenset({stop})))):
+        with pytest.raises(ValueError, match="2 pieces"):
+            refused(token)
+
+
+@pytest.mark.parametrize("count", [2, -1])
+def test_more_tokens_than_received_cannot_be_removed(count):
+    stream = Stream([b"a"], Rules())
+    stream.push(0)
+    with pytest.raises(ValueError, match=f"{count} tokens of 1"):
+        stream.rewind(count)
+    assert stream.text == "a"
 
 
 def test_a_finished_stream_refuses_further_tokens():

@@ -75,8 +75,9 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
 
 def test_a_proposer_that_drafts_nothing_is_not_certified(flat_cli, certificate):
     longest = ["proposer.min_ngram=20", "proposer.max_ngram=20"]
-    code, output, _ = flat_cli(*NGRAM, *longest, "task.samples=2000", "task.tokens=400")
+    code, output, _ = flat_cli(*NGRAM, *longest, "sampling=greedy", "task.samples=2000", "task.tokens=400")
     written = certificate()
+    assert written["sampling"]["temperature"] == 1, "temperature 0 has nothing to sample"
     (pair,) = written["pairs"]
     assert pair["exact"]["drafted"] == 0 and {check["drafted"] for check in pair["sampled"]} == {0}
     assert min(check["detectable"] for check in pair["sampled"]) < 0.15, "enough samples, had it drafted"
@@ -270,6 +271,47 @@ def test_a_bias_that_only_samples_show_is_confirmed_and_fails(flat_cli, certific
     assert (again["name"], again["samples"], again["seed"]) == ("joint distribution of four tokens", 3200, 1)
     assert pair["failed"].startswith("joint distribution of four tokens: rejected twice, then with p = ")
     assert "draft_tree (gumbel), gumbel FAILS: joint distribution of four tokens: rejected twice" in output
+
+
+@pytest.mark.nightly
+def test_a_pair_that_raises_is_reported_and_the_others_are_kept(flat_cli, certificate, mine):
+    options = ["proposer=draft_tree", "proposer.tree=2", "+verifier@verifiers.fussy=fussy", "task.tokens=0"]
+    code, output, errors = flat_cli(*mine, *SHORT, *options)
+    assert code == 1, errors
+    written = certificate()
+    assert written["complete"] is True and written["certified"] is False
+    assert [(pair["verifier"], pair["certified"]) for pair in written["pairs"]] == [("token", "exact")]
+    assert "draft_tree (point), mine: verifier 'mine' raised KeyError" in written["failed"][0]
+    assert "FAILS" in output
+    code, _, errors = flat_cli(*mine, *SHORT, *options, "seed=1")
+    assert code == 1 and "already holds another run" in errors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
+def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, certificate, mine, skew, failed):
+    code, _, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
+    assert code == failed, errors
+    (pair,) = certificate()["pairs"]
+    assert pair["exact"]["drafts"] == "proposer" and pair["certified"] == (None if failed else "exact")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("options", "certified", "result"),
+    [
+        (["proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500"], "sampled", "lossless, sampled"),
+        (["verifier=cascade"], None, "lossy, exact for its own target"),
+    ],
+    ids=["gumbel", "cascade"],
+)
+def test_what_cannot_be_enumerated_is_sampled_and_a_cascade_has_its_own_target(
+    flat_cli, certificate, options, certified, result
+):
+    code, output, errors = flat_cli(*SHORT, *options)
+    assert code == 0, errors
+    (pair,) = certificate()["pairs"]
+    assert (pair["proposer"], pair["certified"]) == ("draft_chain", certified) and result in output
 
 
 def test_too_few_samples_certify_nothing(flat_cli, certificate):

@@ -337,6 +337,25 @@ def test_a_run_records_that_its_own_pair_is_exact():
     assert short == {"certified": "quick", "certificate": prove(Null(), Match(), QUICK).facts()}
 
 
+class Narrow(Verifies):
+    """Fails on toys."""
+
+    def __call__(self, draft, p):
+        assert p.shape[-1] == 61, "another vocabulary"
+        return super().__call__(draft, p)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "failure", "missing"),
+    [(Lenient(0.5), False, False), (Claims(), True, False), (Narrow(), False, True)],
+    ids=["lossy", "a false claim", "fails on toys"],
+)
+def test_a_run_records_no_certificate_of_a_pair_that_is_not_proved(verifier, failure, missing):
+    short = in_short(Uniform(), verifier)
+    assert short["certified"] is None
+    assert bool(short["certificate"].get("failure")) is failure and bool(short["certificate"]["missing"]) is missing
+
+
 def test_a_proposer_that_works_on_a_toy_is_enumerated_itself():
     proof = prove(Uniform(), Token(), QUICK)
     require_exact(proof)
