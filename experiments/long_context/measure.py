@@ -46,6 +46,7 @@ class RandomTokens(Proposer):
     """Drafts random tokens in a fixed shape."""
 
     name, drawn = "random", "point"
+    nodes: int
 
     def __init__(self, shape: Shape, vocabulary: int) -> None:
         self.shape, self.vocabulary = shape, vocabulary
@@ -159,7 +160,7 @@ def measure(arguments: argparse.Namespace) -> pd.DataFrame:
         for name, way in ours.items():
             count = made[name][1]
             timings: list[list[float]] = [[], []]
-            calls: list[Callable[[], float]] = [way.timed, lambda count=count: plain.timed(count)]  # type: ignore[misc]
+            calls: list[Callable[[], float]] = [way.timed, lambda count=count: plain.timed(count)]
             for _ in range(arguments.steps):
                 for call, seconds in zip(calls, timings, strict=True):
                     seconds.append(call())

@@ -136,7 +136,12 @@ def level(part: Part, network: Any, seconds: float) -> Timer:
         timer(call)
         sequence.accept()
         clock.take()
-    with_kernels(part, timer, lambda: (timer(call), sequence.accept()))
+
+    def accepted() -> None:
+        timer(call)
+        sequence.accept()
+
+    with_kernels(part, timer, accepted)
     return timer
 
 

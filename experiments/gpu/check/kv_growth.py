@@ -61,6 +61,7 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
         pools: whether each graph has a memory pool of its own.
     """
     target, lm = target_of(model, "target", captured), CausalLM(draft, fixed=captured)
+    assert isinstance(target.lm, CausalLM)
     if pools:
         target.lm.graphs.capture = lm.graphs.capture = apart
     captures = {"target": Captures.of(target.lm), "draft": Captures.of(lm)}
