@@ -251,11 +251,11 @@ def test_a_study_has_comparable_runs_and_one_process_and_its_runs_serve_others(c
     for unfinished in (b'{"op_code":', b"{", b""):
         (swept / "study.jsonl").write_bytes(lines + unfinished)
         assert cli(*few, *same)[0] == 0 and (swept / "study.jsonl").read_bytes() == lines
-    for other in ("hydra.sweeper.study_name=other", "hydra.sweeper.objective=intervals.tau_pooled.low"):
+    for other in ("hydra.sweeper.study_name=other", "hydra.sweeper.objective=tau_pooled"):
         code, _, errors = cli(*few, *same, other)
         assert code == 0, errors
         for trial in trials(swept, other.partition("=")[2]):
-            name = "tokens_per_second" if "study_name" in other else "intervals.tau_pooled.low"
+            name = "tokens_per_second" if "study_name" in other else "tau_pooled"
             assert trial.value == result(name, folder_of(trial, swept))
     assert len(decoded) == 2, "the same parameters are the same run"
 

@@ -347,7 +347,7 @@ class Narrow(Verifies):
 
 @pytest.mark.parametrize(
     ("verifier", "failure", "missing"),
-    [(Lenient(0.5), False, False), (Claims(), True, False), (Narrow(), False, True)],
+    [(Lenient(0.5), True, False), (Claims(), True, False), (Narrow(), False, True)],
     ids=["lossy", "a false claim", "fails on toys"],
 )
 def test_a_run_records_no_certificate_of_a_pair_that_is_not_proved(verifier, failure, missing):
