@@ -27,7 +27,7 @@ def check_requires(proposer: Proposer, target: Target) -> None:
     last = target.lm.capabilities.hidden_layers
     for layer in proposer.requires.hidden:
         if not last or not -last - 1 <= layer <= last:
-            has = f"hidden states 0 to {last}" if last else "no hidden states"
+            has = f"hidden states 0 to {last}, and -1 after the final norm" if last else "no hidden states"
             raise ValueError(
                 f"proposer '{proposer.name}' requires hidden state {layer} of the target, whose runner returns {has}. "
                 "Choose another proposer, or another target."

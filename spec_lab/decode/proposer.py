@@ -29,7 +29,8 @@ class Requires:
 
     Args:
         hidden: numbers of hidden states, as in transformers' ``hidden_states``: number i is the input of layer i (the
-            output of layer i - 1), and -1 the state after the final norm, which enters the language-modelling head.
+            output of layer i - 1), L of a model with L layers is the state before the final norm, and -1 the state
+            after it, which enters the language-modelling head.
         logits: whether the raw logits (before masks, penalties and temperature) of all rows of a step are needed.
         top_k: how many of the likeliest tokens of all rows are needed; 0 for none.
         abilities: what the target's runner must be able to do besides (``runner.ABILITIES``).

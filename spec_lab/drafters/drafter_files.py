@@ -410,6 +410,8 @@ class DrafterFiles:
     ) -> tuple[int, ...]:
         """``choose`` the hidden states that are read; among the other readings are those numbered one less or more.
 
+        Published drafters read the last state either before or after the target's final norm, so that one is a guess.
+
         Raises:
             ValueError: the option names a state that the target does not have.
         """
@@ -417,6 +419,10 @@ class DrafterFiles:
         every = {**(others or {})}
         every |= {"each one less": [tap - 1 for tap in taps], "each one more": [tap + 1 for tap in taps]}
         exist = {label: other for label, other in every.items() if min(other) >= 0 and max(other) <= last}
+        for before, after, label in ((last, -1, "after"), (-1, last, "before")):
+            if before in taps:
+                swapped = [after if tap == before else tap for tap in taps]
+                exist[f"the last state {label} the final norm"], source = swapped, "guess"
         chosen = list(self.choose("taps", taps, source, why, exist))
         if wrong := [tap for tap in chosen if not -1 <= tap <= last]:
             raise WrongOption(

@@ -43,7 +43,16 @@ from spec_lab.runners.prepare import Packer
 from spec_lab.runners.quantized import recorded
 from spec_lab.runners.recurrent import Recurrence
 from spec_lab.runners.rounded import rounded_logits
-from spec_lab.runners.runner import Ability, Capabilities, DraftRunner, Extended, ModelSettings, Output, Runner
+from spec_lab.runners.runner import (
+    Ability,
+    Capabilities,
+    DraftRunner,
+    Extended,
+    ModelSettings,
+    Output,
+    Runner,
+    numbered,
+)
 
 
 class CausalLM(DraftRunner):
@@ -234,10 +243,9 @@ class CausalLM(DraftRunner):
         if layers == self._asked:
             return
         last = self.capabilities.hidden_layers
-        if wrong := [layer for layer in layers if not -last - 1 <= layer <= last]:
-            raise ValueError(f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}")
+        states = numbered(layers, last)
         self._asked = layers
-        self.call.capture(tuple(layer % (last + 1) for layer in layers), last)
+        self.call.capture(states, last, find_layers(self.model)[2][-1] if last in states else None)
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Sequence[int], rows: int) -> Tensor:  # [rows, V]

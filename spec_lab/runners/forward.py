@@ -18,30 +18,49 @@ from spec_lab.runners.runner import Output
 class ModelCall:
     """Calls a model, and returns its logits and those of its hidden states that are captured.
 
-    The state after the final norm, which enters the language-modelling head, is caught by a hook; for others
-    transformers keeps all states of a forward.
+    The state after the final norm, which enters the language-modelling head, and the one before it are caught by hooks;
+    for others transformers keeps all states of a forward, but not the one before that norm.
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
 
     Attributes:
-        layers: numbers of the captured hidden states, as in ``runner.Capabilities``, none of them negative.
-        hook: what catches the state after the final norm; None where it is not needed, or is not the only one.
+        layers: numbers of the captured hidden states (``runner.numbered``).
+        hook: what catches the state after the final norm; None where it is not needed, or transformers keeps it.
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
         self.layers: tuple[int, ...] = ()
         self.hook: Any = None
+        self._last, self._last_hook = 0, None
         self._final: Tensor | None = None
+        self._before: Tensor | None = None
 
-    def capture(self, layers: tuple[int, ...], last: int) -> None:
-        """Return these hidden states from now on; ``last`` is the one after the final norm."""
-        if self.hook is not None:
-            self.hook.remove()
-        self.layers, self.hook = layers, None
-        if layers == (last,):
+    def capture(self, layers: tuple[int, ...], last: int, last_layer: nn.Module | None) -> None:
+        """Return these hidden states from now on.
+
+        Args:
+            layers: their numbers.
+            last: the number of layers.
+            last_layer: of the model, where its output, which is state ``last``, is among them.
+        """
+        for hook in (self.hook, self._last_hook):
+            if hook is not None:
+                hook.remove()
+        self.layers, self.hook, self._last, self._last_hook = layers, None, last, None
+        if last + 1 in layers and min(layers) >= last:
             self.hook = self.catch(self.model.get_decoder())  # OPT never calls its base_model
+        if last_layer is not None:
+            self._last_hook = last_layer.register_forward_hook(self._keep_before)
+
+    def _keep_before(self, _layer: nn.Module, _args: Any, output: Any) -> None:
+        self._before = (output if isinstance(output, Tensor) else output[0]).flatten(0, 1)
+
+    def take_before(self) -> Tensor | None:  # [N, H]
+        """The state before the final norm that was caught last, which is kept no longer."""
+        before, self._before = self._before, None
+        return before
 
     def catch(self, decoder: nn.Module) -> Any:
         """Keep the state that a decoder returns, until ``take_final``; return the handle that ends it."""
@@ -67,15 +86,17 @@ class ModelCall:
         self, ids: Tensor, positions: Tensor, pack: Any, mask: Any, keep: Tensor | int
     ) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]`` of the rows ``keep``, and the captured hidden states ``[N, layers * H]``."""
-        more: dict[str, Any] = {"output_hidden_states": True} if self.layers and self.hook is None else {}
+        all_states = bool(self.layers) and min(self.layers) < self._last
+        more: dict[str, Any] = {"output_hidden_states": True} if all_states else {}
         output = self.run(self.model, ids, positions, pack, mask, logits_to_keep=keep, **more)
-        hidden = None
-        if self.hook is not None:
-            hidden = self.take_final()
-        elif self.layers:
-            states = [output.hidden_states[layer].flatten(0, 1).to(self.device) for layer in self.layers]
-            hidden = torch.cat(states, -1)
-        return output.logits.flatten(0, 1), None if hidden is None else hidden.to(self.device)
+        final, before = self.take_final(), self.take_before()
+        if not self.layers:
+            return output.logits.flatten(0, 1), None
+        states: dict[int, Any] = {self._last: before, self._last + 1: final}
+        for layer in {*self.layers} - {self._last} if all_states else ():
+            states[layer] = output.hidden_states[min(layer, self._last)].flatten(0, 1)
+        hidden = [states[layer].to(self.device) for layer in self.layers]
+        return output.logits.flatten(0, 1), hidden[0] if len(hidden) == 1 else torch.cat(hidden, -1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,7 +18,7 @@ from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings, Logits, OutOf
 from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_runner import LlamaRunner, on_host
 from spec_lab.runners.llama_sequence import ForestIds, LlamaSequence, Paths
-from spec_lab.runners.runner import Ability, Capabilities, DraftRunner, Extended, Output
+from spec_lab.runners.runner import Ability, Capabilities, DraftRunner, Extended, Output, numbered
 
 PLAIN_EMBEDDINGS = ("llama", "qwen2", "qwen3")
 """Architectures whose first layer is known to read the rows of the embedding as they are."""
@@ -130,20 +130,19 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         if layers == self._asked:
             return
         last = self.model.layers
-        if wrong := [layer for layer in layers if not -last - 1 <= layer <= last]:
-            raise ValueError(f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}")
-        states = tuple(layer % (last + 1) for layer in layers)
+        states = numbered(layers, last)
         architecture = self.model.description.partition(" ")[0]
         if 0 in states and architecture not in PLAIN_EMBEDDINGS:
             raise ValueError(
                 f"hidden state 0 of a {architecture} model is not known: other architectures than "
                 f"{', '.join(PLAIN_EMBEDDINGS)} may scale the embeddings, or add positions to them"
             )
-        names = {_tensor(layer) for layer in states if layer != last}
+        names = {_tensor(layer) for layer in states if layer <= last}
         self.context.require(0, 0, names)
         if names - self._computed and self.context.has_ids:
             self._probe(names)
-        self.context.set_embeddings(last in states)
+        # The last layer computes all rows only where all of them are outputs.
+        self.context.set_embeddings(max(states, default=0) >= last)
         self._asked, self._layers = layers, states
 
     def _probe(self, names: set[str]) -> None:
@@ -261,7 +260,8 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         logits, final, watched = self._compute(rows, outputs, timed)
         if not self._layers:
             return logits, None
-        states: list[Any] = [final if layer == self.model.layers else watched[_tensor(layer)] for layer in self._layers]
+        last = self.model.layers
+        states: list[Any] = [final if layer > last else watched[_tensor(layer)] for layer in self._layers]
         return logits, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
 
     def _plan(self, shape: Shape) -> ForestIds:

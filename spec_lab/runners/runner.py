@@ -64,9 +64,10 @@ class Capabilities:
     """The abilities of a runner beyond logits.
 
     Args:
-        hidden_layers: number of layers whose hidden states it can return; 0 for none. The states are numbered as in
-            transformers' ``hidden_states``: number i is the input of layer i (the output of layer i - 1), and number
-            ``hidden_layers``, or -1, is the state after the final norm.
+        hidden_layers: number L of layers whose hidden states it can return; 0 for none. Number i is the input of layer
+            i, which is the output of layer i - 1, and L the output of the last layer, before the final norm; -1 is the
+            state after that norm, and -i is L + 1 - i. (The last of transformers' ``hidden_states`` is that after the
+            norm. Published drafters read either.)
         sequences: most sequences in one forward; None for no limit.
         leaves: most leaves of all draft trees of one forward, where a tree without nodes has one; None for no limit.
         abilities: those that it has of ``ABILITIES``.
@@ -79,6 +80,23 @@ class Capabilities:
     leaves: int | None = None
     abilities: frozenset[Ability] = frozenset()
     rollback: int | None = None
+
+
+def numbered(states: Sequence[int], last: int) -> tuple[int, ...]:
+    """Return the numbers of hidden states without negative ones; the state after the final norm is ``last`` + 1.
+
+    Args:
+        states: numbers as in ``Capabilities``.
+        last: the number of layers.
+
+    Raises:
+        ValueError: a state that the model does not have.
+    """
+    if wrong := [state for state in states if not -last - 1 <= state <= last]:
+        raise ValueError(
+            f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}, and -1 after its final norm"
+        )
+    return tuple(last + 1 if state == -1 else state % (last + 1) for state in states)
 
 
 Rows = slice | np.ndarray

@@ -70,8 +70,7 @@ def _decoding(lab: Lab, settings: Settings, prompts: Sequence[int]) -> Decoding:
 
 def _states(hidden: Sequence[int], layers: int) -> int:
     """Return how many hidden states of a row a forward keeps for these (``CausalLM.capture``)."""
-    wanted = {layer % (layers + 1) for layer in hidden}
-    return len(hidden) if wanted <= {layers} else layers + 1 + len(hidden)
+    return len(hidden) if {*hidden} <= {-1, layers} else layers + 1 + len(hidden)
 
 
 def _advice(fitting: Sequence[str]) -> str:

@@ -57,8 +57,9 @@ def taps_of(config, last):
 def reference(name, target, text, path):
     """Logits ``[V]`` after ``text`` and a drafted ``path``, whose features are the network's own."""
     config, w = VARIANTS[name]
-    model = target.lm.model
-    states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    model, before = target.lm.model, []
+    with model.model.norm.register_forward_pre_hook(lambda _, args: before.append(*args)):
+        states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
     embedding, tokens = model.get_input_embeddings().weight, torch.tensor(text[1:])
     flags = [flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config.get(flag)]
     if name.startswith("eagle1"):
@@ -68,6 +69,7 @@ def reference(name, target, text, path):
             if token is None:
                 return model.lm_head(outputs)[0]
             features, tokens = torch.cat([features, outputs]), torch.cat([tokens, torch.tensor([token])])
+    states = [*states[:-1], *before]  # the last one before the final norm
     taps = [states[tap][0] for tap in taps_of(config, len(states) - 1)]
     features = oracle.eagle3_features(w, taps, flags)
     for token in (*path, None):
@@ -174,9 +176,10 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 @pytest.mark.parametrize(("config", "taps", "source"), [
     ({}, [1, 2, 2], "guess"),
     ({AUX: []}, [1, 2, 2], "guess"),
-    ({AUX: [1, 2, 4]}, [1, 2, 4], "file"),
+    ({AUX: [1, 2, 3]}, [1, 2, 3], "file"),
+    ({AUX: [1, 2, 4]}, [1, 2, 4], "guess"),
     ({"eagle_config": {AUX: [0, 1, 2]}}, [1, 2, 3], "guess"),
-    ({"eagle_config": {AUX: [1, 2, 4]}}, [1, 2, 4], "file"),
+    ({"eagle_config": {AUX: [1, 2, 4]}}, [1, 2, 4], "guess"),
     ({"eagle_config": {AUX: [2, 0, 1], "use_aux_hidden_state": True}}, [1, 2, 3], "guess"),
 ])  # fmt: skip
 def test_taps_are_read_by_the_convention_of_their_field(target, tmp_path, caplog, config, taps, source):
@@ -207,7 +210,7 @@ def test_an_option_for_what_a_file_does_not_have_is_refused(target, tmp_path):
 
 
 def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(target, tmp_path, caplog):
-    order, other = [1, 2, 4], [4, 1, 2]
+    order, other = [1, 2, 3], [3, 1, 2]
     texts = []
     for ids in (order, other):
         path = written(tmp_path / str(ids), *eagle3(H, VOCABULARY, IDS, eagle_aux_hidden_state_layer_ids=ids))

@@ -199,8 +199,8 @@ class Recorded(FirstLayers):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", ["chain", "tree", "best first"])
 def test_a_drafter_gets_the_exit_states_of_every_row_and_position(target, truth, plan):
-    """With hidden states 0 to the last one, also those below the exit."""
-    recorded = Recorded(target, plan, (0, 1, 2, 3, -1))
+    """With all hidden states, also those below the exit, and those before and after the final norm."""
+    recorded = Recorded(target, plan, (0, 1, 2, 3, LAYERS, -1))
     group, steps = decode(target, recorded, requests())
     assert emitted(group) == truth
     _, same = decode(target, early_exit(target, plan, 2), requests())
@@ -208,9 +208,13 @@ def test_a_drafter_gets_the_exit_states_of_every_row_and_position(target, truth,
     assert recorded.ended == 3
     for sequence in group.sequences:
         ids = torch.tensor([sequence.tokens])
-        with torch.no_grad():
-            states = target.lm.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        wanted = torch.cat([states[layer][0] for layer in recorded.requires.hidden], -1)
+        before, model = [], target.lm.model
+        with (
+            torch.no_grad(),
+            model.model.norm.register_forward_pre_hook(lambda _, args, kept=before: kept.append(*args)),
+        ):
+            states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        wanted = torch.cat([*(state[0] for state in states[:LAYERS]), before[0][0], states[-1][0]], -1)
         length = len(sequence.tokens) - 1
         observed = torch.stack([recorded.seen[sequence.request.id, position] for position in range(length)])
         torch.testing.assert_close(observed, wanted[:length], rtol=0, atol=1e-10)

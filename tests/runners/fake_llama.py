@@ -192,13 +192,13 @@ class FakeLlama:
         logits, final, states = [], [], {}
         for _, pos, ids, output in rows:
             text = self.attended(context, pos, ids)
-            for layer in range(self.layers):
+            for layer in range(self.layers + 1):
                 states.setdefault(f"l_out-{layer - 1}" if layer else "embd", []).append(
                     numbers(text, self.hidden_size, layer)
                 )
             if output:
                 logits.append(numbers(text, self.vocabulary, "logits"))
-                final.append(numbers(text, self.hidden_size, self.layers))
+                final.append(numbers(text, self.hidden_size, self.layers + 1))
         context.keep("logits", logits)
         context.keep("final", final)
         if context.params.cb_eval is not None:

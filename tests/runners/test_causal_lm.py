@@ -209,13 +209,16 @@ def test_forks_serve_other_requests_with_the_same_prefix():
 
 
 def plain_hidden(model, tokens, layers):
-    """Hidden states ``[n, layers * H]`` by a plain forward; -1 is the state after the final norm."""
-    with torch.inference_mode():
+    """Hidden states ``[n, layers * H]`` by a plain forward; 2 and -1 are those before and after the final norm."""
+    before = []
+    with torch.inference_mode(), model.model.norm.register_forward_pre_hook(lambda _, args: before.append(args[0])):
         states = model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
-    return torch.cat([states[layer][0] for layer in layers], -1)
+    return torch.cat([(before[0] if layer == 2 else states[layer])[0] for layer in layers], -1)
 
 
-LAYERS = pytest.mark.parametrize("layers", [(-1,), (2,), (0,), (1,), (2, 0), (0, 1, -1)], ids=str)
+LAYERS = pytest.mark.parametrize(
+    "layers", [(-1,), (2,), (0,), (1,), (2, 0), (0, 1, -1), (2, -1), (-1, 0, 2), (-2, 2)], ids=str
+)
 
 
 @pytest.mark.each_value

@@ -256,7 +256,7 @@ def state(text, layer):
     return numbers([*enumerate(map(int, text))], H, layer)
 
 
-@pytest.mark.parametrize("layers", [(-1,), (2,), (0, 1), (1, 0), (1, 1), (1, -1), (-1, 0), (-1, 0, 2)])
+@pytest.mark.parametrize("layers", [(-1,), (2,), (0, 1), (1, 0), (1, 1), (1, -1), (-1, 0), (-1, 0, 2), (2, -1)])
 @pytest.mark.parametrize("batch", [4, 64])
 def test_hidden_states_of_all_computed_rows_are_returned_in_the_order_asked_for(layers, batch):
     lm = runner(batch=batch)
@@ -268,20 +268,20 @@ def test_hidden_states_of_all_computed_rows_are_returned_in_the_order_asked_for(
     for row_logits, row in zip(output.logits, every, strict=True):
         np.testing.assert_array_equal(row_logits, logits_of(row, V))
     for hidden, tokens in zip(output.pending, [*pending, parts[1]], strict=True):
-        rows = [np.concatenate([state(tokens[: n + 1], layer % 3) for layer in layers]) for n in range(len(tokens))]
+        rows = [np.concatenate([state(tokens[: n + 1], layer % 4) for layer in layers]) for n in range(len(tokens))]
         np.testing.assert_array_equal(hidden, np.array(rows))
     for hidden, rows in zip(output.nodes, draft.shape.trees, strict=True):
         texts_ = [every[row] for row in rows[1:]]
-        np.testing.assert_array_equal(hidden, [np.concatenate([state(t, n % 3) for n in layers]) for t in texts_])
+        np.testing.assert_array_equal(hidden, [np.concatenate([state(t, n % 4) for n in layers]) for t in texts_])
     sequences[0].accept([0])
     one_each = lm.forward(sequences[:1], [[8]], empty(1))
     text = [*every[2], 8]
-    np.testing.assert_array_equal(one_each.pending[0], [np.concatenate([state(text, n % 3) for n in layers])])
+    np.testing.assert_array_equal(one_each.pending[0], [np.concatenate([state(text, n % 4) for n in layers])])
     assert one_each.nodes[0].shape == (0, H * len(layers))
 
 
 def test_a_hidden_state_that_the_model_lacks_is_refused():
-    with pytest.raises(ValueError, match="hidden state 3 does not exist: the model has states 0 to 2"):
+    with pytest.raises(ValueError, match="hidden state 3 does not exist: the model has states 0 to 2, and -1"):
         runner().capture((3,))
     library = FakeLlama(V, H, LAYERS)
     lm = runner(library)

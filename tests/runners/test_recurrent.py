@@ -265,8 +265,8 @@ def test_a_truncation_that_the_kept_inputs_cover_computes_nothing_again(model, f
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_hidden_states_are_those_of_a_plain_forward(name):
     lm, generator = runner(FAMILIES[name](), chunk=8), np.random.default_rng(0)
-    layers = tuple(range(lm.capabilities.hidden_layers + 1))
-    assert layers == (0, 1, 2, 3, 4)
+    layers = (*range(lm.capabilities.hidden_layers), -1)
+    assert layers == (0, 1, 2, 3, -1)
     text, sequence, draft = tokens_of(generator, 21), lm.open(), chains([3], generator, VOCABULARY)
     for wanted in (layers, (-1,)):
         lm.capture(wanted)

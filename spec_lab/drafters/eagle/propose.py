@@ -33,8 +33,8 @@ def load(
         target: whose hidden states the head reads.
         path: folder of an EAGLE-1, EAGLE-2 or EAGLE-3 head, in safetensors.
         dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
-        taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the files
-            are read.
+        taps: numbers of the hidden states that are read, in this order: i is the input of layer i, L (of L layers) is
+            before the final norm, -1 after it; None: as the files are read.
         options: of the trees.
 
     Raises:
