@@ -33,7 +33,8 @@ class ModelCall:
         self.model, self.device = model, model.device
         self.layers: tuple[int, ...] = ()
         self.hook: Any = None
-        self._last, self._last_hook = 0, None
+        self._last = 0
+        self._last_hook: Any = None
         self._final: Tensor | None = None
         self._before: Tensor | None = None
 

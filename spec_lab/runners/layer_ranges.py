@@ -120,7 +120,9 @@ class LayerRanges:
         final = call.take_final()
         if final is None:
             raise NotImplementedError("its decoder returns no state after the final norm")
-        known = {**states, **caught, last: call.take_before(), last + 1: final}
+        known = {**states, **caught, last + 1: final}
+        if (before := call.take_before()) is not None:
+            known[last] = before
         hidden = torch.cat([known[layer] for layer in call.layers], -1) if call.layers else None
         return output.logits.flatten(0, 1), hidden
 
