@@ -114,14 +114,18 @@ class DraftLayers(nn.Module):
                 f"sinks, and to consist of {', '.join(LAYER_MODULES)}"
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
-        self.windows = tuple(windows) or (None,) * count
-        for decoder_layer, window in zip(model.layers, self.windows, strict=True):
-            if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
-                decoder_layer.self_attn.sliding_window = window
+        self.narrow(windows)
         for parent in list(model.layers.modules()):
             for name, norm in list(parent.named_children()):
                 if _is_plain_norm(norm):
                     setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon, device="meta"))
+
+    def narrow(self, windows: Sequence[int | None]) -> None:
+        """Set the windows of the layers; empty: none has one."""
+        self.windows = tuple(windows) or (None,) * len(self.layers)
+        for decoder_layer, window in zip(self.layers, self.windows, strict=True):
+            if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
+                decoder_layer.self_attn.sliding_window = window
 
     def widen(self, width: int) -> None:
         """Let queries, keys and values of the first layer read inputs of this width."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,6 +123,10 @@ class Fields:
     read: Collection[str]
     meanings: Meanings = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
+
+    def reading(self, more: Collection[str]) -> Fields:
+        """These fields where others are read as well, whatever their meanings elsewhere."""
+        return replace(self, read={*self.read, *more})
 
     def check(self, file: Path, config: Mapping[str, Any], inside: str = "") -> None:
         """Refuse fields that may change what is computed, and of which that is not known or not supported.

@@ -72,6 +72,12 @@ class FeatureNetwork(Protocol):
         ...
 
 
+def drafts_below(sequence: SequenceState) -> bool:
+    """Whether a sequence has one pending token, and features of all computed positions, new ones among them."""
+    computed, state = len(sequence.kv), sequence.state
+    return bool(len(state.kv) < computed == state.features.end and len(sequence.tokens) == computed + 1)
+
+
 class FeatureDrafter(FeatureReader):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
@@ -125,9 +131,7 @@ class FeatureDrafter(FeatureReader):
 
     def levels(self, sequence: SequenceState, room: int) -> int:
         """See ``TreeProposer``."""
-        computed, state = len(sequence.kv), sequence.state
-        ready = len(state.kv) < computed == state.features.end and len(sequence.tokens) == computed + 1
-        return room if ready else 0
+        return room if drafts_below(sequence) else 0
 
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
         """Append the newly computed positions."""

@@ -27,7 +27,9 @@ class BlockLM(FeatureCells):
     """Runs ``BlockLayers`` over blocks."""
 
     @inference
-    def forward(self, sequences: Sequence[Any], features: Sequence[Tensor], block: Tensor, timed: Phase) -> Tensor:
+    def forward(
+        self, sequences: Sequence[Any], features: Sequence[Tensor], block: Tensor, timed: Phase, before: int = 0
+    ) -> Tensor:
         """Append features to sequences, and compute a block after each; the next forward forgets the block.
 
         Args:
@@ -35,9 +37,10 @@ class BlockLM(FeatureCells):
             features: ``[B]`` those of the positions after each sequence ``[n, H]``, perhaps of none.
             block: ``[B, b, H]`` inputs.
             timed: records the calls of the layers.
+            before: c, outputs of as many appended rows are returned as well, which every sequence must have.
 
         Returns:
-            Outputs ``[B, b, Y]``.
+            Outputs ``[B, c + b, Y]``.
         """
 
         def call(rows: Tensor, prepared: Prepared, outputs: Tensor = NO_ROWS) -> Tensor:
@@ -46,9 +49,9 @@ class BlockLM(FeatureCells):
 
         parts, size = self._append_early(sequences, features, call), block.shape[1]
         prepared = self._packer.blocks(sequences, [len(part) for part in parts], size)
-        block_rows = torch.cat([torch.arange(rows.start, rows.stop) for rows in prepared.nodes])
+        block_rows = torch.cat([torch.arange(rows.start - before, rows.stop) for rows in prepared.nodes])
         rows = torch.cat([piece for both in zip(parts, block, strict=True) for piece in both])
-        return call(rows, prepared, block_rows).unflatten(0, (-1, size))
+        return call(rows, prepared, block_rows).unflatten(0, (-1, before + size))
 
 
 NO_ROWS = torch.arange(0)

@@ -19,8 +19,8 @@ def rotated(x, positions, theta=10000.0):  # [heads, n, d]
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
 
 
-def attention(w, name, x, heads, shared, dim):
-    """Causal self-attention over inputs ``[n, X]`` at positions 0 to n - 1."""
+def attention(w, name, x, heads, shared, dim, window=None):
+    """Causal self-attention over inputs ``[n, X]`` at positions 0 to n - 1, to those less than ``window`` before."""
     n = len(x)
 
     def split(kind, count):
@@ -35,6 +35,8 @@ def attention(w, name, x, heads, shared, dim):
     k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, split("v", shared)))
     scores = q @ k.transpose(1, 2) / math.sqrt(dim)
     scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf)
+    if window is not None:
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).tril(-window), -math.inf)
     mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, heads * dim)
     return mixed @ w[f"{name}.self_attn.o_proj.weight"].T
 
@@ -68,17 +70,17 @@ def eagle3_features(w, taps, flags=()):
     return x @ w["fc.weight"].T
 
 
-def eagle3(w, embedding, tokens, features, sizes, flags=()):
+def eagle3(w, embedding, tokens, features, sizes, flags=(), windows=(None,) * 9):
     """What is fed back ``[n, H]``, and logits over the draft vocabulary ``[n, W]``."""
     embedding = w.get("embed_tokens.weight", embedding)
     normed = rms(features, w["midlayer.hidden_norm.weight"])
     both = torch.cat([rms(embedding[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)
-    x = (normed if "norm_before_residual" in flags else features) + attention(w, "midlayer", both, *sizes)
+    x = (normed if "norm_before_residual" in flags else features) + attention(w, "midlayer", both, *sizes, windows[0])
     x = x + mlp(w, "midlayer", x)
     layer = 1
     while f"layers.{layer}.self_attn.q_proj.weight" in w:
         name = f"layers.{layer}"
-        x = x + attention(w, name, rms(x, w[f"{name}.input_layernorm.weight"]), *sizes)
+        x = x + attention(w, name, rms(x, w[f"{name}.input_layernorm.weight"]), *sizes, windows[layer])
         x = x + mlp(w, name, x)
         layer += 1
     final = rms(x, w["norm.weight"])

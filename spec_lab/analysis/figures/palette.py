@@ -21,8 +21,8 @@ PROPOSERS = {
     "ngram": COLOURS[2], "ngram_chain": COLOURS[2], "ngram_tree": COLOURS[6],
     "eagle": "#500a8c", "eagle3": "#cc66ee", "hydra": "#889900", "mtp": "#00aa22", "pard": "#f0309a",
     "block": "#12306a", "suffix": "#6b4226", "sam": "#b5843c", "rest": "#9988cc", "recycling": "#557788",
-    "jacobi": "#6677cc", "lookahead": "#3399dd", "pld_plus": "#887700", "union": "#d00000", "best_of": "#996655",
-    "cascade": "#8a2be2", "early_exit": "#006d5b", "kangaroo": "#c04a00", "skip": "#9e5f8a",
+    "peagle": "#7030c0", "jacobi": "#6677cc", "lookahead": "#3399dd", "pld_plus": "#887700", "union": "#d00000",
+    "best_of": "#996655", "cascade": "#8a2be2", "early_exit": "#006d5b", "kangaroo": "#c04a00", "skip": "#9e5f8a",
 }  # fmt: skip
 """Fixed colours of the bundled proposers, by the name in their records or of their config."""
 

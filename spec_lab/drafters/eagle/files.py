@@ -18,7 +18,7 @@ Names and conventions that differ, and what they become here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ OF_THIRD = (False,), "it is a part of EAGLE-3, but the files hold an EAGLE-1 or 
 HEADS: Meanings = {
     "use_mtp_layernorm": ((False,), "norms of the inputs are not supported"),
     "parallel_draft_step": ((1,), "further heads of the same step are not supported"),
-    "parallel_drafting": ((False,), "P-EAGLE is not supported"),
+    "parallel_drafting": ((False,), "it is a P-EAGLE head: choose proposer=peagle"),
 }
 NOT_READ = {
     "has_lm_head": "the tensors of the files tell",
@@ -133,7 +133,7 @@ def read_eagle(
             vocabulary or hidden states that the target does not have.
     """
     with DrafterFiles.open(path, "an EAGLE head", target, options=options) as files:
-        settings = _settings(files)
+        settings = eagle_settings(files)
         if isinstance(settings, EagleSettings):
             return files.read(EAGLE, lambda: Eagle(settings), dtype)
         network = files.read(EAGLE3, lambda: Eagle3(settings), dtype)
@@ -177,23 +177,32 @@ def draft_tokens(files: DrafterFiles, v: int, w: int | None) -> Tensor:  # [W]
     return ids
 
 
-def _settings(files: DrafterFiles) -> EagleSettings | Eagle3Settings:
-    """Return the settings of the head. Errors as of ``read_eagle``."""
+def eagle_settings(files: DrafterFiles, parallel: Collection[str] = ()) -> EagleSettings | Eagle3Settings:
+    """Return the settings of the head. Errors as of ``read_eagle``.
+
+    Args:
+        files: of the head.
+        parallel: of a P-EAGLE head, the names of further fields that are read.
+    """
     config, shapes, target = files.config, files.shapes, files.target
     kind = config.get("speculators_model_type")
     layer = config.get("transformer_layer_config") if kind is not None else config
-    if kind not in (None, "eagle", "eagle3"):
-        raise ValueError(f"{files.file}: speculators_model_type {brief(kind)} is not supported: choose eagle or eagle3")
+    kinds = ("peagle",) if parallel else ("eagle", "eagle3")
+    if kind not in (None, *kinds):
+        known = " or ".join(kinds)
+        raise ValueError(f"{files.file}: speculators_model_type {brief(kind)} is not supported: choose {known}")
     if not isinstance(layer, dict):
         raise ValueError(f"{files.file}: transformer_layer_config must be a mapping, not {brief(layer)}")
-    third = kind == "eagle3" or any(name.startswith("midlayer.") or name in TABLES for name in shapes)
+    third = bool(parallel) or kind == "eagle3" or any(name.startswith("midlayer.") or name in TABLES for name in shapes)
     files.expect(third or bool({"fc.weight", "fusion_fc.weight"} & shapes.keys()), "fc.weight")
-    fields = files.layer_fields(layer) | {name: layer[name] for name in WINDOWS if name in layer}
+    fields = files.layer_fields(layer, windows=bool(parallel))
+    if not parallel:
+        fields |= {name: layer[name] for name in WINDOWS if name in layer}
     if layer is config:
-        (THIRD if third else FIRST).check(files.file, config, "eagle_config")
+        (THIRD if third else FIRST).reading(parallel).check(files.file, config, "eagle_config")
     else:
-        SPECULATORS.check(files.file, config)
-        LAYER.check(files.file, layer)
+        SPECULATORS.reading(parallel).check(files.file, config)
+        LAYER.reading(parallel).check(files.file, layer)
     h, layers = layer["hidden_size"], files.whole("num_hidden_layers", 1, config=layer)
     v, wide = target.vocabulary, target.services.hidden_size
     files.check_target(vocabulary=layer.get("vocab_size"))

@@ -32,6 +32,8 @@ from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.drafters.pard.propose import Pard
+from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
+from spec_lab.drafters.peagle.propose import PEagleDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
 from spec_lab.models.target import Target
@@ -107,6 +109,11 @@ def block(tree, drawn, size, **more):
     return BlockDrafter(random_network(BlockNetwork(settings), TARGET), TARGET, TreePlan(parse(tree), drawn))
 
 
+def peagle(tree, drawn, **sizes):
+    settings = PEagleSettings(small_layer(4), 4, 4, 4, (0, 1), layers=2, mask_token=3, **sizes)
+    return PEagleDrafter(random_network(PEagle(settings), TARGET), TARGET, TreePlan(parse(tree), drawn))
+
+
 def pard(tree, drawn):
     return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
 
@@ -168,6 +175,8 @@ PROPOSERS = {
     ),
     "block with a gated Markov head": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("gated", 2)),
     "block with a recurrent Markov head": block("2x1", "iid", size=3, head=HeadSettings("rnn", 2)),
+    "P-EAGLE chain": peagle("1x1", "iid"),
+    "P-EAGLE tree": peagle("2x1", "without", draft_vocab_size=3),
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),

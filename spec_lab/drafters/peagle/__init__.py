@@ -1,0 +1,1 @@
+"""Heads that draft all levels of an EAGLE-3 network by one forward."""

@@ -1,0 +1,138 @@
+"""P-EAGLE: an EAGLE-3 head that drafts several levels by one forward, by reading mask rows (2602.01469).
+
+The network is ``peagle.network``. Every row of a tree states the q of its level, so sampled drafts are verified
+exactly; a static tree's children are the likeliest or sampled tokens of each level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Annotated, Any, Unpack
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import Shape, upload
+from spec_lab.core.options import OneOf, checked
+from spec_lab.core.reading import Reading
+from spec_lab.decode.proposer import Observation, Requires
+from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.drafter_files import Taps
+from spec_lab.drafters.feature_drafter import drafts_below
+from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
+from spec_lab.drafters.peagle.files import read_peagle
+from spec_lab.drafters.peagle.network import PEagle
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.packed import pack
+from spec_lab.models.placement import DTYPES
+from spec_lab.models.target import Target
+from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_proposer import Forwards
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.block_lm import BlockLM
+from spec_lab.runners.runner import DraftRunner
+
+
+class PEagleDrafter(FeatureReader):
+    """Drafts below the sequences below which ``FeatureDrafter`` drafts.
+
+    Its KV cache holds the inputs of all computed positions; the mask rows are dropped in the next step.
+
+    Args:
+        network: its layers.
+        target: whose hidden states it reads.
+        plan: the trees, and how their tokens are drawn.
+        sha256: of the network's weights.
+        dtype: of the network; None: the target's.
+    """
+
+    def __init__(
+        self,
+        network: PEagle,
+        target: Target,
+        plan: TreePlan,
+        sha256: str | None = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(plan, "peagle", Requires(hidden=network.hidden), sha256)
+        self.network, self.context, self.reserve = network, target.context, plan.depth
+        device, dtype = target.lm.device, dtype or target.lm.dtype
+        self.lm: BlockLM = BlockLM(network.rows, network.layers, device, dtype, kinds=network.kinds)
+
+    @staticmethod
+    @checked
+    def load(
+        target: Target,
+        path: str,
+        dtype: Annotated[str, OneOf(DTYPES)] | None = None,
+        taps: Taps | None = None,
+        **options: Unpack[TreeOptions],
+    ) -> PEagleDrafter:
+        """Read a P-EAGLE head and choose its trees.
+
+        Args:
+            target: whose hidden states the head reads.
+            path: folder of a P-EAGLE head, in safetensors.
+            dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
+            taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
+                files are read.
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; a head for another target; a malformed file.
+            OSError: a file is missing.
+        """
+        plan = TreePlan.read(**options)
+        own_dtype = None if dtype is None else DTYPES[dtype]
+        network = read_peagle(path, target, own_dtype, {"taps": taps})
+        plan.check_width(network.tokens)
+        pack(network)
+        return PEagleDrafter(network, target, plan, weights_hash(path), own_dtype)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> PEagleDrafter:
+        """The same proposer with a random network and another tree. See ``Proposer``."""
+        return PEagleDrafter(self.network.toy(target), target, self.plan.toy(tree), None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
+        return self.plan.facts | facts | {"reading": self.reading.facts}
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.network.reading
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Keep the features of every computed position."""
+        observe_features(observed, lambda hidden: self.network.features(hidden.to(self.lm.dtype)))
+
+    def rewind(self, state: FeatureState, length: int) -> None:
+        """Forget from ``length`` on, and the input before it, which read the token there."""
+        state.rewind(length, max(length - 1, 0))
+
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        return room if drafts_below(sequence) else 0
+
+    def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
+        """Append the newly computed positions, and compute all levels by one forward."""
+        active = [sequence for sequence, depth in zip(batch.sequences, depths, strict=True) if depth]
+        number = np.cumsum(np.array(depths) > 0) - 1  # of each tree among the active ones
+        device, levels, kvs = self.lm.device, max(depths), [sequence.state.kv for sequence in active]
+        tokens = [sequence.tokens[len(kv) + 1 :] for sequence, kv in zip(active, kvs, strict=True)]
+        known = [sequence.state.features.since(len(kv)) for sequence, kv in zip(active, kvs, strict=True)]
+        x = self.network.inputs(torch.tensor(list(chain.from_iterable(tokens)), device=device), torch.cat(known))
+        masks = self.network.masks(max(1, levels - 1)).expand(len(active), -1, -1)
+        timed = batch.clock.phase("propose_forward")
+        outputs = self.lm.forward(kvs, x.split([len(new) for new in tokens]), masks, timed, before=1)
+        _, logits = self.network.outputs(outputs[:, :levels].flatten(0, 1))  # [A * levels, V]
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
+            (place,) = upload(device, number[shape.root[rows]] * levels + shape.depth[rows])
+            return RowLogits.of(logits.index_select(0, place))
+
+        return Forwards(RowLogits.of(logits[::levels]), expand)
