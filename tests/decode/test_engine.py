@@ -607,3 +607,13 @@ def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
     proposer = Logits(target, Requires(logits=True, top_k=3))
     run(Engine(Arm(target, proposer, Token(), CounterDraws(0))), wanted(sampling, new=5))
     proposer.finished()
+
+
+def test_a_request_whose_text_cannot_be_read_is_refused_when_it_is_added(target):
+    proposer = draft_model("1x1")
+    engine = Engine(Arm(target, proposer, Token(), CounterDraws(0)))
+    engine.add(wanted()[0])
+    with pytest.raises(ValueError, match="request 'p1' .*bytes of the tokens"):
+        engine.add(replace(wanted()[1], stop_strings=("x",)))
+    list(engine)
+    assert outputs(engine) == alone(target, proposer, wanted()[:1])

@@ -26,6 +26,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.train.record import StateRecorder
 from spec_lab.verify import Token, Traversal
+from tests import recurrent
 from tests.constrain.scripted import Scripted, after
 from tests.drafters.test_early_exit import early_exit
 from tests.drafters.test_medusa import heads_of
@@ -278,3 +279,12 @@ def test_a_proposer_that_reads_every_positions_hidden_states_is_refused_by_name(
     check_prefix_cache(BestOf.load(target, {"a": last, "b": Ngram(2, 2, 1)}), target)
     both = BestOf.load(target, {"a": last, "b": StateRecorder((1,))})
     assert both.requires.every_position
+
+
+def test_a_target_that_cannot_copy_is_refused_by_name(target, monkeypatch):
+    recurrent_layers = replace(target, lm=CausalLM(recurrent.FAMILIES["lfm2"]()))
+    with pytest.raises(ValueError, match="prefix_cache requires copied_prefix .*CausalLM lacks"):
+        check_prefix_cache(Null(), recurrent_layers)
+    monkeypatch.setattr(type(target.lm.model), "tp_size", 2)  # split over ranks, which copy nothing
+    with pytest.raises(ValueError, match="prefix_cache requires copied_prefix .*CausalLM lacks"):
+        check_prefix_cache(Null(), target)

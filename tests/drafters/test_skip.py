@@ -13,7 +13,7 @@ from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Requires
 from spec_lab.drafters.skip.propose import Skip
-from spec_lab.drafters.skip.search import SkipSearch, Try, expected_improvement, parse_sublayers
+from spec_lab.drafters.skip.search import SkipSearch, Try, expected_improvement, parse_sublayers, write_sublayers
 from spec_lab.models.support import Unsupported
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
@@ -387,4 +387,25 @@ def test_sublayers_that_cannot_be_found_are_refused(monkeypatch):
         layer.register_forward_hook(lambda *_: None)
     monkeypatch.setattr("spec_lab.runners.layer_ranges._probe", lambda *_: {})
     with pytest.raises(Unsupported, match="do not return hidden states"):
+        Skip.load(target, depth=3)
+
+
+def test_sublayers_are_read_and_written():
+    sublayers = parse_sublayers("attn 2 3, mlp 4")
+    assert sublayers == {Sublayer("attn", 2), Sublayer("attn", 3), Sublayer("mlp", 4)}
+    assert write_sublayers(sublayers) == "attn 2 3 mlp 4"
+
+
+@pytest.mark.parametrize("wrong", ["", "attn", "2 3", "attn 2 x", "attn -1", "mlp 1.5", "ffn 2", "attn ²"])
+def test_what_names_no_sublayers_is_refused(wrong):
+    with pytest.raises(ValueError, match="skipped must name sublayers"):
+        parse_sublayers(wrong)
+
+
+def test_a_layer_that_runs_only_as_a_whole_is_refused():
+    """Its MLP is read by the layer's own code."""
+    target = tiny_target(num_hidden_layers=LAYERS)
+    for layer in target.lm.model.model.layers:
+        layer.register_forward_pre_hook(lambda module, _: (module.mlp.down_proj, None)[1])
+    with pytest.raises(Unsupported, match="'tiny-llama' cannot skip sublayers .AttributeError"):
         Skip.load(target, depth=3)

@@ -256,3 +256,13 @@ def test_a_group_that_fails_decides_and_an_infinite_bound_admits_nothing_infinit
     others[1:] = [right + torch.linspace(0, 3, 50) for right in expected[1:]]
     assert not rounding_error(rows, expected, others, 0.0, robust=False).passed
     assert not Checked(float("inf"), float("inf")).passed
+
+
+def test_a_model_whose_logits_are_all_equal_passes_where_the_decoded_ones_are_too(caplog):
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert self_check.self_check(model, "spans").error == 0 and "every token the same logit" in caplog.text
+    model.lm_head.register_forward_hook(lambda _, args, logits: logits + args[0].shape[1])
+    with pytest.raises(Unsupported, match="'llama' cannot be checked .*the same logit, the decoded forest does not"):
+        self_check.self_check(model, "spans")

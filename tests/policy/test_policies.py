@@ -343,3 +343,11 @@ def test_proposers_with_other_options_do_not_share_measured_costs(proposer, othe
 def test_a_proposer_that_a_policy_cannot_guide_is_refused_before_costs_are_measured(load, options, says):
     with pytest.raises(ValueError, match=says):
         load.load(None, Ngram(4, 3, 1), **options)  # without a target nothing could be measured
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"depth": -1}', '{"depth": true}', '{"depth": 1.5}', '{"more": 1}', '{"part": 3}', None, 7]
+)
+def test_what_is_no_limit_is_refused(text):
+    with pytest.raises(ValueError, match="not a policy's decision"):
+        Limit.parse(text)

@@ -242,3 +242,8 @@ def test_a_recording_that_does_not_fit_into_memory_is_refused_before_it_is_read(
     (tmp_path / "parts" / "replay-000001.parquet").unlink()
     with pytest.raises(ValueError, match="of memory"):
         recording_memory.check_memory(tmp_path)
+
+
+def test_distributions_under_constraints_are_not_recorded_yet(tmp_path):
+    with pytest.raises(ValueError, match="record=replay supports no constraint yet"):
+        lab(applied=object()).arms(settings(tmp_path, record="replay"))

@@ -13,7 +13,7 @@ from spec_lab.core.draft import Draft, tree
 from spec_lab.propose.trees import parse
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.recorded_trees import NeedsModel, RecordedText, RunVerifier
-from spec_lab.replay.steps_along_texts import Rule, TextRows, evaluate, evaluate_deterministic
+from spec_lab.replay.steps_along_texts import Rule, TextRows, evaluate, evaluate_deterministic, static
 from spec_lab.replay.subtrees import Subtree
 from spec_lab.verify import KSeq, Lenient, Match, Token, Traversal
 from tests.replay.recorded import by_hand, decoded, without_nodes
@@ -240,3 +240,27 @@ def test_a_confidence_that_the_rest_s_mass_decides_is_refused():
     with pytest.raises(NeedsModel, match="at 4 of 4 rows; set a larger record_top"):
         evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low + high) / 2))])
     assert evaluate(rows, Token(), [(1.0, replace(rule, confidence=float(low) / 2))]).steps.min() > 0
+
+
+@pytest.mark.parametrize("choices", ["1", "2"])
+def test_deterministic_tokens_that_may_not_be_recorded_are_refused(choices):
+    rules = [(1.0, Rule(parse(choices), "point"))]
+    with pytest.raises(NeedsModel, match=r"draft tokens may include .* at 4 of 4 rows; set a larger record_top"):
+        evaluate(repeated(UNSEEN, (0, 0, 0, 0), top=3), Match(), rules)
+    likeliest_is_recorded = [0.4, 0.05, 0.05, 0.25, 0.15, 0.1]
+    full, part = (
+        evaluate(repeated(likeliest_is_recorded, (0, 0, 0, 0), top), Match(), rules).steps for top in (None, 3)
+    )
+    assert full.item() == part.max() == part.min() == 2
+
+
+@pytest.mark.parametrize("policy", [{"name": "threshold", "rule": "svip"}, {"name": "fixed", "depth": 1}])
+def test_a_policy_s_decisions_are_not_followed_along_the_text(policy):
+    trees = recorded_text((1, 0, 2, 1))
+    plain = {**trees.proposer, "tree": "1x1"}
+    assert static(replace(trees, proposer=plain), Subtree()) == parse("1x1")
+    cut = replace(trees, proposer={**plain, "policy": policy})
+    for subtree in (Subtree(), Subtree(depth=1)):
+        with pytest.raises(NeedsModel, match=f"policy '{policy['name']}' decided .* name a shape"):
+            static(cut, subtree)
+    assert static(cut, Subtree.parse("1x1")) == parse("1x1")

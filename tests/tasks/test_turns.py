@@ -211,3 +211,8 @@ def test_other_tasks_refuse_several_turns(tmp_path):
         serve(chat_prompts, settings(tmp_path), CONFIG, quiet())
     with pytest.raises(ValueError, match="task=verifier_study decodes one answer"):
         study_verifiers(chat_prompts, settings(tmp_path, batch_size=1), CONFIG, quiet())
+
+
+def test_the_baseline_s_answers_require_a_baseline(tmp_path):
+    with pytest.raises(ValueError, match="history=baseline requires .*baseline=true"):
+        run(chats(), settings(tmp_path, baseline=False), CONFIG, quiet(), history="baseline")

@@ -195,3 +195,10 @@ def test_pipes_and_devices_are_refused_unread(tmp_path, read):
             read(str(path))
     with pytest.raises(OSError, match="regular file"):
         text.mixed(str(tmp_path))
+
+
+def test_a_folder_without_prompts_and_a_folder_in_place_of_a_file_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no \.jsonl file.*prompts\.path"):
+        text.mixed(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="is a directory"):
+        text.jsonl(str(tmp_path))
