@@ -140,6 +140,19 @@ def figures_are_drawn_where_a_test_is_about_them(request, monkeypatch):
 
 
 @pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A stand-in for the hub, which holds nothing, and an empty cache."""
+    from huggingface_hub import constants
+
+    from tests.hub_server import serving, use_hub
+
+    with serving() as stand_in:
+        use_hub(monkeypatch, stand_in.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield stand_in
+
+
+@pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
     """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
     from spec_lab.cli.main import main

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants
 
 
 @dataclass
@@ -61,6 +64,14 @@ class Hub:
     def downloads(self) -> list[str]:
         """Return the names of the files that were sent, in order."""
         return [path.rpartition("/")[2] for method, path in self.requests if method == "GET" and "/resolve/" in path]
+
+
+def use_hub(monkeypatch: Any, url: str) -> None:
+    """Let huggingface_hub ask the hub at ``url``, although tests run offline."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
 
 
 @contextmanager

@@ -536,6 +536,7 @@ def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str)
 
 def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Build the task, the lab, its settings, and the config as it is written to files."""
+    from spec_lab.cli.drafter_paths import check_drafters
     from spec_lab.results.manifest import begun_trees, digest
     from spec_lab.tasks.lab import Lab, Settings
 
@@ -550,6 +551,11 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
     check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
+    LOG.info("Reading the files of drafters")
+    try:
+        check_drafters(config)
+    except (OSError, ValueError) as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
     LOG.info("Loading target %s", shown["target"].get("path", ""))
     target = with_written_name(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]

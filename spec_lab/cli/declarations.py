@@ -114,9 +114,9 @@ def check_values(config: DictConfig, top: Collection[str]) -> None:
     for name in settings.keys() & values.keys():
         accept(name, values[name], settings[name].hint)
     written: Any = OmegaConf.to_container(config, resolve=False)
-    written_parts = dict(_parts(written, ""))
+    written_parts = dict(parts(written))
     referring = []  # values that are those of other options, which are checked first
-    for path, part in _parts(values, ""):
+    for path, part in parts(values):
         check_target(sources, path, str(part["_target_"]))
         options, others = declared(sources, path.partition(".")[0], str(part["_target_"]))
         for name, value in part.items():
@@ -134,14 +134,14 @@ def check_values(config: DictConfig, top: Collection[str]) -> None:
         accept(full_name, value, hint)
 
 
-def _parts(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def parts(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each mapping that names what it builds, with its path."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             path = f"{above}{name}"
             if "_target_" in value:
                 yield path, value
-            yield from _parts({str(key): item for key, item in value.items()}, f"{path}.")
+            yield from parts({str(key): item for key, item in value.items()}, f"{path}.")
 
 
 @cache

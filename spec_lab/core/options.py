@@ -152,6 +152,32 @@ class TextList:
         return f"without empty ones, at most {MAX_STRINGS} with {MAX_CHARACTERS} characters in all"
 
 
+@dataclass(frozen=True)
+class DrafterPath:
+    """A text that names a local folder, or a repository of the hub (OWNER/NAME), of a drafter or a draft model.
+
+    Args:
+        what: it holds, for messages: "Hydra heads", "an EAGLE head".
+        hidden: fields of its config.json of which the first that is there holds the target's hidden size.
+        vocabulary: likewise, the target's number of tokens.
+        converts: whether ``spec-lab convert`` knows the layout of its pickles.
+        model: whether it is a checkpoint of a whole model, with a tokenizer.
+    """
+
+    what: str
+    hidden: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
+    converts: bool = True
+    model: bool = False
+
+    def fits(self, value: Any) -> bool:
+        """Return whether a text is not empty."""
+        return bool(value)
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
 MAX_TEMPERATURE = 1e6
 """Maximum temperature. Far below it every distribution is uniform already; far above it float32 overflows."""
 
@@ -160,6 +186,8 @@ Share = Annotated[float, Number(0, 1)]
 Temperature = Annotated[float, Number(0, MAX_TEMPERATURE)]
 Filled = Annotated[str, NotEmpty()]
 Texts = Annotated[Sequence[str], TextList()]
+DraftModelPath = Annotated[str, DrafterPath("a draft model", vocabulary=("vocab_size",), model=True)]
+"""Of a draft model with the target's tokens."""
 
 
 PLAIN = (Whole(0), Whole(1), Number(0), Number(0, 1), NotEmpty(), TextList())
@@ -215,6 +243,12 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     while get_origin(hint) is Annotated:
         hint, bounds = hint.__origin__, (*hint.__metadata__, *bounds)
     return get_origin(hint) or hint, get_args(hint), bounds
+
+
+def bound_of(hint: Any, kind: type[R]) -> R | None:
+    """Return the bound of this kind that a type declares; None if it has none."""
+    stated = (bound for alternative in _alternatives(hint) for bound in _parts(alternative)[2])
+    return next((bound for bound in stated if isinstance(bound, kind)), None)
 
 
 def misfit(value: Any, hint: Any) -> tuple[str, Any, Any] | None:
@@ -305,7 +339,9 @@ def bounds(hint: Any, meaning: str, chosen: str = "") -> str:
         listed = next((bound.names for bound in stated if isinstance(bound, OneOf) and chosen not in bound.names), ())
         names = arguments if kind is Literal else listed
         said += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
-        said += [str(bound) for bound in stated if not isinstance(bound, OneOf | Form) and bound not in PLAIN]
+        said += [
+            str(bound) for bound in stated if not isinstance(bound, OneOf | Form | DrafterPath) and bound not in PLAIN
+        ]
     return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(said))
 
 

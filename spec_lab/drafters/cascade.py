@@ -24,7 +24,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest, upload
 from spec_lab.core.inference import inference
 from spec_lab.core.limit import Limit
-from spec_lab.core.options import Temperature, WrongOption, checked
+from spec_lab.core.options import DraftModelPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
@@ -165,10 +165,11 @@ class DraftCascade(Proposer):
     @checked
     def load(
         target: Target,
-        path: str,
+        path: DraftModelPath,
         inner: Callable[[Target], Proposer],
         verifier: Any,
         depth: TreeDepth = 6,
+        revision: Filled | None = None,
         drawn: Literal["iid", "point"] = "iid",
         temperature: Temperature | None = None,
     ) -> DraftCascade:
@@ -177,6 +178,7 @@ class DraftCascade(Proposer):
         Args:
             target: whose tokens are drafted.
             path: a folder of a transformers checkpoint, or a hub name.
+            revision: branch, tag or commit of a hub name; None: main.
             inner: loads the inner proposer for the draft model, which is its target.
             verifier: of inner drafts.
             depth: length of the chain.
@@ -195,7 +197,7 @@ class DraftCascade(Proposer):
                 "distributed as the draft model's probabilities state: choose a lossless one, such as "
                 "verifier@proposer.verifier=token"
             )
-        draft = load_draft(target, path)
+        draft = load_draft(target, path, revision)
         check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
         lm = draft.runner()
         model = Target(lm, draft.tokenizer, path, draft.context, draft.sha256, 0.0, target.cache, frozenset(draft.ends))

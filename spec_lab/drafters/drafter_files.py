@@ -28,11 +28,11 @@ from spec_lab.models.checkpoint import (
     SINGLE,
     check_counts,
     open_weights,
-    read_drafter_config,
     refuse_misfits,
     weight_files,
     weights_hash,
 )
+from spec_lab.models.hub import open_drafter
 from spec_lab.models.target import Target
 
 log = logging.getLogger(__name__)
@@ -216,9 +216,9 @@ class DrafterFiles:
             OSError: a file is missing, truncated or corrupt.
             ValueError: a config that cannot be read; weights in files that are not safetensors.
         """
-        folder, config = read_drafter_config(path, what, converts)
-        with open_weights(weight_files(folder)) as held:
-            yield DrafterFiles(what, folder, config, held, target, options or {})
+        files, config = open_drafter(path, what, converts=converts)
+        with open_weights(weight_files(files.folder)) as held:
+            yield DrafterFiles(what, files.folder, config, held, target, options or {})
 
     def choose(
         self, convention: str, value: Any, source: Source, why: str, others: Mapping[str, Any] | None = None

@@ -41,6 +41,8 @@ VOCABULARIES = {
 """Those that may have ``MAX_TOKENIZER`` bytes: each holds a whole vocabulary."""
 TEMPLATES = "additional_chat_templates"
 """Folder of chat templates, which transformers reads with the tokenizer."""
+PICKLES = (".bin", ".pt", ".pth")
+"""How the names of files of ``torch.save`` end."""
 MAX_TOKENIZER = 256 * 2**20
 """Largest file of a vocabulary, in bytes."""
 MAX_LAYERS = 1024
@@ -167,33 +169,25 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
     return quantization
 
 
-def read_drafter_config(path: str, what: str, converts: bool = True) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a drafter's network and its ``config.json``, before any weights are read.
+def refuse_pickles(path: str, names: Iterable[str], converts: bool = True) -> None:
+    """Refuse weights in files of ``torch.save`` alone.
 
     Args:
-        path: of the folder, as ``proposer.path`` names it.
-        what: it should hold, for messages: "Hydra heads", "an EAGLE head".
+        path: the folder or hub name as given.
+        names: of the files there.
         converts: whether ``spec-lab convert`` knows the layout.
 
     Raises:
-        OSError: there is no config.json.
-        ValueError: no path; a malformed config; weights in files that are not safetensors only.
+        ValueError: names one, and what writes its weights as safetensors.
     """
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"proposer.path must name a folder of {what}, not {path!r}")
-    folder = Path(path)
-    config = read_json(folder / "config.json")
-    if config is None:
-        where = "" if folder.is_dir() else ", as is the folder"
-        raise OSError(f"no {what} at {folder}: config.json is missing{where}")
-    old = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    if old and not (folder / SINGLE).exists() and not (folder / INDEX).exists():
-        advice = f"spec-lab convert {folder} OUT writes them as safetensors" if converts else "save them as safetensors"
+    names = sorted(names)
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") or name == INDEX for name in names):
+        advice = f"spec-lab convert {path} OUT writes them as safetensors" if converts else "save them as safetensors"
         raise ValueError(
-            f"{folder} holds its weights in {old[0]}, which a run does not read because loading it may execute code: "
+            f"{path} holds its weights in {pickles[0]}, which a run does not read because loading it may execute code: "
             f"{advice}"
         )
-    return folder, config
 
 
 def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:

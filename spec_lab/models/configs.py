@@ -31,6 +31,23 @@ class Config(NamedTuple):
         return self.loaded is not self.whole
 
 
+class ModelSizes(NamedTuple):
+    """What the config of a causal LM tells of its sizes; None: not told."""
+
+    path: str
+    """The folder or hub name as given."""
+    hidden_size: int | None
+    vocabulary: int | None
+    """Number of tokens."""
+    layers: int | None
+
+
+def model_sizes(path: str, folder: Path) -> ModelSizes:
+    """Return the sizes of a checkpoint's model. Arguments and errors as of ``read_model_config``."""
+    config, names = read_model_config(path, folder).loaded, ("hidden_size", "vocab_size", "num_hidden_layers")
+    return ModelSizes(path, *(getattr(config, name, None) for name in names))
+
+
 def read_model_config(path: str, folder: Path) -> Config:
     """Return the config of a checkpoint.
 

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -23,6 +24,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from spec_lab.core.files import read_json
 from spec_lab.core.options import WrongOption, brief
 from spec_lab.models import checkpoint
 from spec_lab.models.checkpoint import INDEX, SINGLE
@@ -207,3 +209,40 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFiles:
             files.fetch(name)
     checkpoint.check_files(files.folder)
     return files
+
+
+def open_drafter(
+    path: str, what: str, revision: str | None = None, converts: bool = True
+) -> tuple[CheckpointFiles, dict[str, Any]]:
+    """Open a drafter, and return its files and its config.json, before any weights are downloaded or read.
+
+    Args:
+        path: the folder or hub name.
+        what: it should hold, for messages: "Hydra heads", "an EAGLE head".
+        revision: branch, tag or commit of a hub name; None: main.
+        converts: whether ``spec-lab convert`` knows the layout.
+
+    Raises:
+        OSError, WrongOption: as for ``CheckpointFiles.open``; a folder without config.json.
+        ValueError: a malformed config; weights in pickles only.
+    """
+    files = CheckpointFiles.open(path, revision)
+    config = read_json(files.folder / CONFIG)
+    if config is None:
+        raise OSError(f"{path} holds no {what.removeprefix('an ').removeprefix('a ')}: config.json is missing")
+    checkpoint.refuse_pickles(path, files.at_top("*"), converts)
+    return files, config
+
+
+def drafter_folder(path: str, revision: str | None = None) -> str:
+    """Return the folder of a drafter's files; those of a hub name are downloaded. Arguments as of ``open_drafter``.
+
+    Raises:
+        OSError, WrongOption: as for ``CheckpointFiles.open`` and ``CheckpointFiles.fetch_weights``.
+        ValueError: weights in pickles only.
+    """
+    files = CheckpointFiles.open(path, revision)
+    checkpoint.refuse_pickles(path, files.at_top("*"))
+    files.fetch_weights()
+    files.fetch_all(files.at_top("calibration*.json"))
+    return str(files.folder)

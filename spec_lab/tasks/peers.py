@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.core.options import Share, Whole, checked
+from spec_lab.core.options import DraftModelPath, Filled, Share, Whole, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.drafters.draft_model.loading import check_same_tokens
@@ -93,7 +93,8 @@ class Generate:
         target: Target,
         sampling: Sampling,
         seed: int,
-        path: str,
+        path: DraftModelPath,
+        revision: Filled | None = None,
         tokens: DraftTokens | None = None,
         confidence: Share = 0.0,
     ) -> Generate:
@@ -102,6 +103,7 @@ class Generate:
         Args:
             target, sampling, seed: as in the class.
             path: the draft model's folder or hub name.
+            revision: branch, tag or commit of a hub name; None: main.
             tokens: maximum number of draft tokens per step, at most 1024. None uses transformers' defaults and ignores
                 ``confidence``: up to 20 tokens, ended early by a threshold on the draft's confidence.
             confidence: a draft token with a lower probability ends the draft; 0 never ends it.
@@ -117,7 +119,8 @@ class Generate:
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = confidence
         lm = target.lm
-        assistant, tokenizer, folder = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
+        dtype = str(lm.dtype).removeprefix("torch.")
+        assistant, tokenizer, folder = load_model(path, str(lm.device), dtype, revision=revision)
         pack(assistant)
         check_same_tokens(target, int(assistant.get_output_embeddings().weight.shape[0]), tokenizer, path)
         assistant.generation_config = config

@@ -313,7 +313,7 @@ def loaded(monkeypatch):
     from spec_lab.drafters.draft_model.loading import Loaded
 
     made = Loaded(partial(CausalLM, MODEL), None, 61, frozenset({7}), CONTEXT, "abc")
-    monkeypatch.setattr(module, "load_draft", lambda target, path: made)
+    monkeypatch.setattr(module, "load_draft", lambda target, path, revision: made)
 
 
 @pytest.mark.parametrize(

@@ -427,7 +427,7 @@ def test_a_value_of_the_calibration_is_refused_by_its_place(target, tmp_path, mo
 
 
 def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
-    with pytest.raises(OSError, match=r"config\.json .*missing"):
+    with pytest.raises(OSError, match=r"there is no folder .*nowhere"):
         Medusa.load(target, str(tmp_path / "nowhere"), tree="2")
     folder = saved(tmp_path / "heads")
     with pytest.raises(OSError, match=r"tree=.*calibration\.json"):

@@ -12,7 +12,7 @@ from spec_lab.core.options import WrongOption
 from spec_lab.models.hub import CheckpointFiles
 from spec_lab.models.target import Target
 from tests.checkpoints import checkpoint
-from tests.hub_server import serving
+from tests.hub_server import use_hub
 
 NEVER = {"modeling.py": b"import os", "pytorch_model.bin": b"pickle", "README.md": b"# One", "model.onnx": b"x"}
 
@@ -24,21 +24,10 @@ def sound(tmp_path_factory):
 
 
 @pytest.fixture
-def hub(sound, tmp_path, monkeypatch):
-    """A hub with the checkpoint as some/one, and an empty cache."""
-    with serving() as stand_in:
-        online(monkeypatch, stand_in.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        stand_in.add("some/one", sound, **NEVER)
-        yield stand_in
-
-
-def online(monkeypatch, url):
-    """Let huggingface_hub ask the hub at ``url``."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
+def hub(hub, sound):
+    """A hub with the checkpoint as some/one."""
+    hub.add("some/one", sound, **NEVER)
+    return hub
 
 
 def load(path="some/one", **options) -> Target:
@@ -104,7 +93,7 @@ def test_what_the_hub_does_not_have_or_denies_is_refused_with_a_reason(hub, soun
 
 def test_without_a_network_the_cache_is_used_with_a_warning_or_the_hub_is_named(hub, sound, monkeypatch, caplog):
     filled = load().sha256
-    online(monkeypatch, "http://127.0.0.1:9")
+    use_hub(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(OSError, match=r"config\.json of some/other cannot be fetched from the hub .*HF_HUB_OFFLINE=1"):
         load("some/other")
     assert load().sha256 == filled and "its files in the cache are used" in caplog.text

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import Shape, upload
-from spec_lab.core.options import Whole, checked
+from spec_lab.core.options import DrafterPath, Filled, Whole, checked
 from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -23,6 +23,7 @@ from spec_lab.drafters.block.network import BlockNetwork
 from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.features import FeatureReader, observe_features
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
@@ -63,7 +64,8 @@ class BlockDrafter(FeatureReader):
     @checked
     def load(
         target: Target,
-        path: str,
+        path: Annotated[str, DrafterPath("a block drafter", ("target_hidden_size", "hidden_size"), converts=False)],
+        revision: Filled | None = None,
         taps: Taps | None = None,
         anchor: Literal["own", "next"] | None = None,
         causal: Literal["all", "windows", "none"] | None = None,
@@ -75,7 +77,8 @@ class BlockDrafter(FeatureReader):
 
         Args:
             target: whose hidden states it reads.
-            path: folder of a DFlash or DSpark drafter, in safetensors.
+            path: folder or hub name of a DFlash or DSpark drafter, in safetensors.
+            revision: branch, tag or commit of a hub name; None: main.
             taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
                 files are read; so are the next four.
             anchor: whether row i of a block predicts its "own" position (DFlash) or the "next" (DSpark).
@@ -90,6 +93,7 @@ class BlockDrafter(FeatureReader):
         """
         plan = TreePlan.read(**options)
         reading = {"taps": taps, "anchor": anchor, "causal": causal, "window": window, "rope": rope}
+        path = drafter_folder(path, revision)
         network = read_block(path, target, reading)
         plan.check_width(network.tokens)
         pack(network)

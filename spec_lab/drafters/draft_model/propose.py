@@ -13,7 +13,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from spec_lab.core.draft import Shape, empty
-from spec_lab.core.options import WrongOption, checked
+from spec_lab.core.options import DraftModelPath, Filled, WrongOption, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative
@@ -59,7 +59,8 @@ class DraftModel(CachedDrafter):
     @checked
     def load(
         target: Target,
-        path: str,
+        path: DraftModelPath,
+        revision: Filled | None = None,
         vocabularies: Literal["same", "intersect"] = "same",
         **options: Unpack[TreeOptions],
     ) -> DraftModel:
@@ -68,6 +69,7 @@ class DraftModel(CachedDrafter):
         Args:
             target: whose tokens are drafted.
             path: a folder of a transformers checkpoint, or a hub name.
+            revision: branch, tag or commit of a hub name; None: main.
             vocabularies: same: it has the target's tokens; intersect: the tokens that both have are drafted.
             options: of the trees.
 
@@ -77,7 +79,7 @@ class DraftModel(CachedDrafter):
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
-        draft = load_draft(target, path)
+        draft = load_draft(target, path, revision)
         if draft.chains and plan.branches:
             raise WrongOption(
                 f"path: the draft {path} has recurrent layers, whose runner can take back rejected tokens of "

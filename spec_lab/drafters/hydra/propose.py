@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Unpack
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
+from spec_lab.core.options import DrafterPath, Filled
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -22,6 +23,7 @@ from spec_lab.drafters.features import Features
 from spec_lab.drafters.hydra.files import read_hydra
 from spec_lab.drafters.hydra.network import HydraHeads
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
@@ -75,12 +77,18 @@ class Hydra(TreeProposer):
             self.lm = FeatureLM(network.prefix, 1, target.lm.device, target.lm.dtype)
 
     @staticmethod
-    def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> Hydra:
+    def load(
+        target: Target,
+        path: Annotated[str, DrafterPath("Hydra heads")],
+        revision: Filled | None = None,
+        **options: Unpack[TreeOptions],
+    ) -> Hydra:
         """Read heads and choose their trees.
 
         Args:
             target: whose hidden states the heads read.
-            path: folder of Hydra heads, in safetensors.
+            path: folder or hub name of Hydra heads, in safetensors.
+            revision: branch, tag or commit of a hub name; None: main.
             options: of the trees.
 
         Raises:
@@ -89,6 +97,7 @@ class Hydra(TreeProposer):
         """
         plan = TreePlan.read(**options)
         plan.check_width(target.vocabulary)
+        path = drafter_folder(path, revision)
         heads = read_hydra(path, target)
         pack(heads)
         return Hydra(heads, target, plan, weights_hash(path))

@@ -12,7 +12,7 @@ token has a draft probability of ``confidence`` (the paper's second early exit);
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
-from spec_lab.core.options import Count, checked
+from spec_lab.core.options import Count, DrafterPath, Filled, checked
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.drafters.early_exit import FirstLayers
@@ -29,6 +29,7 @@ from spec_lab.drafters.features import FeatureReader, FeatureState, observe_feat
 from spec_lab.drafters.kangaroo.files import read_kangaroo
 from spec_lab.drafters.kangaroo.network import Kangaroo
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.hub import drafter_folder
 from spec_lab.models.layer_checks import check_exit, with_layer_ranges
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
@@ -104,12 +105,19 @@ class KangarooDrafter(FeatureReader, FirstLayers):
 
 
 @checked
-def load(target: Target, path: str, exit_layer: Count | None = None, **options: Unpack[TreeOptions]) -> KangarooDrafter:
+def load(
+    target: Target,
+    path: Annotated[str, DrafterPath("an adapter of Kangaroo", ("hidden_size",), ("vocab_size",))],
+    revision: Filled | None = None,
+    exit_layer: Count | None = None,
+    **options: Unpack[TreeOptions],
+) -> KangarooDrafter:
     """Read an adapter and choose its trees.
 
     Args:
         target: whose first layers draft.
-        path: folder of an adapter, in safetensors.
+        path: folder or hub name of an adapter, in safetensors.
+        revision: branch, tag or commit of a hub name; None: main.
         exit_layer: how many of the target's layers draft; None: the adapter's config states it.
         options: of the trees.
 
@@ -121,6 +129,7 @@ def load(target: Target, path: str, exit_layer: Count | None = None, **options: 
     plan = TreePlan.read(**options)
     plan.check_width(target.vocabulary)
     lm = with_layer_ranges(target, "kangaroo")
+    path = drafter_folder(path, revision)
     network = read_kangaroo(path, target, exit_layer)
     check_exit(lm, network.settings.exit_layer, target.name)
     pack(network)

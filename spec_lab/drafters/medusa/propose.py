@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.inference import inference
-from spec_lab.core.options import Count, Filled, Temperature, WrongOption, checked
+from spec_lab.core.options import Count, DrafterPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import likeliest
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
@@ -27,6 +27,7 @@ from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.features import Features
 from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.network import Heads
+from spec_lab.models.hub import drafter_folder
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
@@ -73,7 +74,8 @@ class Medusa(Proposer):
     @checked
     def load(
         target: Target,
-        path: str,
+        path: Annotated[str, DrafterPath("Medusa heads", ("hidden_size",), ("vocab_size",))],
+        revision: Filled | None = None,
         tree: TreeText = "calibrated",
         batch_size: Count = 1,
         temperature: Temperature | None = 0.0,
@@ -86,7 +88,8 @@ class Medusa(Proposer):
 
         Args:
             target: whose hidden states the heads read.
-            path: folder of heads: this package's, those of Medusa's authors, or vLLM's.
+            path: folder or hub name of heads: this package's, those of Medusa's authors, or vLLM's.
+            revision: branch, tag or commit of a hub name; None: main.
             tree: calibrated: fastest on this machine; likeliest; none; paths of child ranks; widths (3x2x1); or a
                 published tree's name: vicuna_7b_stage1. Calibrated: the tree with the most expected tokens per second,
                 given the accuracies in the folder's calibration and the step costs measured on this machine; or
@@ -108,6 +111,7 @@ class Medusa(Proposer):
                 or an option or file is malformed.
             OSError: a file is missing.
         """
+        path = drafter_folder(path, revision)
         heads = read_medusa(path, target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         most = heads.tokens or target.vocabulary

@@ -6,22 +6,30 @@ one level above. The network is ``drafters.mtp.network``; life cycle and KV cach
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Annotated, Unpack
 
+from spec_lab.core.options import DrafterPath, Filled
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.mtp.files import in_target, read_mtp
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 
-def load(target: Target, path: str | None = None, **options: Unpack[TreeOptions]) -> FeatureDrafter:
+def load(
+    target: Target,
+    path: Annotated[str, DrafterPath("MTP modules", ("hidden_size",), converts=False)] | None = None,
+    revision: Filled | None = None,
+    **options: Unpack[TreeOptions],
+) -> FeatureDrafter:
     """Read MTP modules and choose their trees.
 
     Args:
         target: whose hidden states they read.
-        path: folder of MTP modules, in safetensors; None: those in the target's own checkpoint.
+        path: folder or hub name of MTP modules, in safetensors; None: those in the target's own checkpoint.
+        revision: branch, tag or commit of a hub name; None: main.
         options: of the trees.
 
     Raises:
@@ -30,6 +38,8 @@ def load(target: Target, path: str | None = None, **options: Unpack[TreeOptions]
     """
     plan = TreePlan.read(**options)
     plan.check_width(target.vocabulary)
+    if path is not None and not in_target(path, target):
+        path = drafter_folder(path, revision)
     network = read_mtp(path, target)
     pack(network)
     sha256 = target.sha256 if in_target(path, target) else weights_hash(str(path))

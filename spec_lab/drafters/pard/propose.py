@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, chain, forest
-from spec_lab.core.options import Whole, brief, checked
+from spec_lab.core.options import DrafterPath, Filled, Whole, brief, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter
@@ -64,13 +64,18 @@ class Pard(CachedDrafter):
     @staticmethod
     @checked
     def load(
-        target: Target, path: str, mask_token: Annotated[int, Whole(0)] | None = None, **options: Unpack[TreeOptions]
+        target: Target,
+        path: Annotated[str, DrafterPath("a PARD model", model=True)],
+        revision: Filled | None = None,
+        mask_token: Annotated[int, Whole(0)] | None = None,
+        **options: Unpack[TreeOptions],
     ) -> Pard:
         """Load a draft in the target's dtype and on its device.
 
         Args:
             target: whose tokens are drafted.
             path: folder of a checkpoint trained by PARD, or a hub name; it must have the target's tokenizer.
+            revision: branch, tag or commit of a hub name; None: main.
             mask_token: number of the mask token; None: pard_token of the checkpoint's config.
             options: of the trees.
 
@@ -82,7 +87,7 @@ class Pard(CachedDrafter):
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
-        draft = load_draft(target, path)
+        draft = load_draft(target, path, revision)
         _refuse_other_kinds(path, draft.config)
         mask = _mask_token(path, mask_token, draft.config, draft.vocabulary)
         # Both sizes may include padding, of different widths in models of one family (Qwen2.5); logits are fitted.

@@ -1,0 +1,99 @@
+"""The folders and repositories that proposers and peers name: checked, and downloaded, before the target is loaded.
+
+An option is such a path if it is declared as one (``options.DrafterPath``). The cheapest checks come first: config.json
+of every drafter and its pair with the target's, then the names and sizes of weights, then their download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from spec_lab.cli.declarations import declared, package_sources, parts
+from spec_lab.core.options import DrafterPath, WrongOption, bound_of
+from spec_lab.drafters.pairs import check_pair
+from spec_lab.models.configs import ModelSizes, model_sizes
+from spec_lab.models.hub import CheckpointFiles, open_checkpoint, open_drafter
+
+TARGET = "spec_lab.models.target.Target.load"
+
+
+class Named(NamedTuple):
+    """A path that a part names."""
+
+    option: str
+    """Its full name, such as ``proposer.path``."""
+    options: dict[str, Any]
+    """Of the part."""
+    path: str
+    kind: DrafterPath
+
+
+def check_drafters(config: DictConfig) -> None:
+    """Check the drafters of a run with the target that it names, and download them.
+
+    Nothing is checked if the target's own config.json cannot be read: loading the target refuses it at once.
+
+    Raises:
+        OSError, ValueError: of a path; the message begins with the option's full name.
+    """
+    named = list(_named(config))
+    if not named:
+        return
+    sizes = None
+    if OmegaConf.select(config, "target._target_") == TARGET:
+        try:
+            target = CheckpointFiles.open(config.target.path, config.target.get("revision"))
+            sizes = model_sizes(target.path, target.folder)
+        except (OSError, ValueError):
+            return
+    opened = []
+    for drafter in named:
+        with _naming(drafter):
+            opened.append((drafter, _opened(drafter, sizes)))
+    for drafter, files in opened:
+        with _naming(drafter):
+            if drafter.kind.model and files.commit is not None:
+                open_checkpoint(files.path, files.commit)
+            files.fetch_weights()
+
+
+def _opened(drafter: Named, sizes: ModelSizes | None) -> CheckpointFiles:
+    """Return the files of a drafter after a check of its config with the target's sizes."""
+    path, revision, kind = drafter.path, drafter.options.get("revision"), drafter.kind
+    if not kind.model:
+        files, fields = open_drafter(path, kind.what, revision, kind.converts)
+        if sizes is not None:
+            check_pair(kind, fields, sizes)
+        return files
+    files = CheckpointFiles.open(path, revision)
+    own = model_sizes(path, files.folder)
+    if sizes is not None and drafter.options.get("vocabularies", "same") == "same":
+        check_pair(kind, {"vocab_size": own.vocabulary}, sizes)
+    return files
+
+
+@contextmanager
+def _naming(drafter: Named) -> Iterator[None]:
+    """Put the name of the option before what is refused."""
+    part = drafter.option.rpartition(".")[0]
+    try:
+        yield
+    except WrongOption as error:
+        raise WrongOption(f"{part}.{error}") from error
+    except (OSError, ValueError) as error:
+        raise type(error)(f"{drafter.option}={drafter.path}: {error}") from error
+
+
+def _named(config: DictConfig) -> Iterator[Named]:
+    """Yield the paths of drafters that the parts of a run name."""
+    values: Any = OmegaConf.to_container(config, resolve=True)
+    for part, options in parts(values):
+        arguments, _ = declared(package_sources(), part.partition(".")[0], str(options["_target_"]))
+        for name, argument in arguments.items():
+            kind, path = bound_of(argument.hint, DrafterPath), options.get(name)
+            if kind is not None and isinstance(path, str) and not path.endswith(".gguf"):
+                yield Named(f"{part}.{name}", dict(options), path, kind)
