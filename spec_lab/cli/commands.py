@@ -153,10 +153,11 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     convert.add_argument(
         "checkpoint",
         metavar="SOURCE",
-        help="a folder with safetensors, or a hub name; or a drafter's .pt, .bin or .pth file, or a folder with one",
+        help="a folder with safetensors; or a drafter's .pt, .bin or .pth file, or a folder with one; or a hub name",
     )
     convert.add_argument("out", type=Path, metavar="OUT", help="the GGUF file to write; or the folder of the drafter")
     convert.add_argument("--dtype", help="of a GGUF file's matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's)")
+    convert.add_argument("--revision", help="branch, tag or commit of a hub name (main)")
     convert.add_argument("--force", action="store_true", help="overwrite an existing GGUF file")
     index = add("index")
     index.add_argument("corpus", metavar="CORPUS", help='a JSONL file with lines {"text": "..."}')

@@ -286,10 +286,13 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
 
 def _convert(given: argparse.Namespace, console: Console) -> int:
     """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
-    from spec_lab.drafters.pickled import convert_pickled, pickled_files
+    from spec_lab.drafters.pickled import convert_pickled, fetched_pickles, pickled_files
+    from spec_lab.models.checkpoint import PICKLES
 
-    source = Path(given.checkpoint)
-    whole = source.is_dir() and given.out.suffix == ".gguf"  # a model, whatever its weights are saved as
+    source, is_gguf = Path(given.checkpoint), given.out.suffix == ".gguf"
+    if not source.exists() and not is_gguf and source.suffix not in PICKLES:  # a hub name
+        source = fetched_pickles(given.checkpoint, given.revision)
+    whole = source.is_dir() and is_gguf  # a model, whatever its weights are saved as
     if files := [] if whole else pickled_files(source):
         if given.dtype is not None or given.force:
             raise ValueError("--dtype and --force are for GGUF files: a drafter keeps its data types, in a new folder")
@@ -299,7 +302,7 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
         return 0
     from spec_lab.models.gguf_export import convert
 
-    made = convert(given.checkpoint, given.out, given.dtype, given.force)
+    made = convert(given.checkpoint, given.out, given.dtype, given.force, given.revision)
     sizes = f"{made.size / 2**20:.1f} MiB, {made.tensors} tensors, {made.parameters / 1e6:.1f} M parameters"
     say(console, f"{given.out}: {sizes}, {made.dtype}, architecture {made.architecture}; {made.tokenizer}")
     return 0

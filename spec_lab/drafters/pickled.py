@@ -34,9 +34,9 @@ from spec_lab.drafters.hydra.files import PREFIX, hydra_layout
 from spec_lab.drafters.kangaroo.files import KANGAROO
 from spec_lab.drafters.layouts import Layout, misfits
 from spec_lab.drafters.medusa.files import MEDUSA
-from spec_lab.models.checkpoint import INDEX, SINGLE, one_line
+from spec_lab.models.checkpoint import INDEX, PICKLES, SINGLE, one_line
+from spec_lab.models.hub import CheckpointFiles
 
-SUFFIXES = (".pt", ".bin", ".pth")
 PUBLISHED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Names of published files, in the order in which they are looked for."""
 SHARDS = "pytorch_model.bin.index.json"
@@ -75,22 +75,47 @@ def pickled_files(source: Path) -> list[Path]:
         OSError, ValueError: an index that cannot be read.
         ValueError: several files, none of which has a published name.
     """
-    if source.suffix in SUFFIXES and not source.is_dir():
+    if source.suffix in PICKLES and not source.is_dir():
         return [source]
     if not source.is_dir() or (source / SINGLE).exists() or (source / INDEX).exists():
         return []
+    return [source / name for name in _chosen(source, [file.name for file in source.iterdir()])]
+
+
+def fetched_pickles(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a drafter of the hub, whose pickled weights and config.json are downloaded into its cache.
+
+    Nothing but config.json is downloaded where there are safetensors.
+
+    Args:
+        name: its hub name.
+        revision: branch, tag or commit; None: main.
+
+    Raises:
+        OSError, WrongOption: as for ``CheckpointFiles.open``; the files do not fit on the disk.
+        ValueError: as for ``pickled_files``.
+    """
+    files = CheckpointFiles.open(name, revision)
+    if not files.at_top("*.safetensors"):
+        files.fetch(SHARDS)
+        files.fetch_all(_chosen(files.folder, files.at_top(*(f"*{suffix}" for suffix in PICKLES))))
+    return files.folder
+
+
+def _chosen(source: Path, names: Sequence[str]) -> list[str]:
+    """Return the names of the files of one drafter in a folder that holds ``names``. Errors as of ``pickled_files``."""
     index = read_json(source / SHARDS)
     if index is not None:
         shards = index.get("weight_map")
-        names = set(shards.values()) if isinstance(shards, dict) and all(map(_plain, shards.values())) else set()
-        if not names:
+        files = set(shards.values()) if isinstance(shards, dict) and all(map(_plain, shards.values())) else set()
+        if not files:
             raise ValueError(f"{source / SHARDS}: weight_map must map each tensor's name to a .bin file of the folder")
-        return [source / name for name in sorted(names)]
-    pickles = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
-    named = [file for name in PUBLISHED for file in pickles if file.name == name]
-    if len(pickles) > 1 and len(named) != 1:
-        raise ValueError(f"{source} holds several pickled files, {', '.join(f.name for f in pickles)[:200]}: name one")
-    return named or pickles
+        return sorted(files)
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    published = [name for name in PUBLISHED if name in pickles]
+    if len(pickles) > 1 and len(published) != 1:
+        raise ValueError(f"{source} holds several pickled files, {', '.join(pickles)[:200]}: name one")
+    return published or pickles
 
 
 def _plain(name: object) -> bool:

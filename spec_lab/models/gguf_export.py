@@ -73,7 +73,9 @@ class _Planned(NamedTuple):
     """Number of attention heads over which its rows are permuted; 0: they are not."""
 
 
-def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = False) -> Written:
+def convert(
+    path: str, out: Path, dtype: str | None = None, overwrite: bool = False, revision: str | None = None
+) -> Written:
     """Write a checkpoint as a GGUF file.
 
     Args:
@@ -83,6 +85,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
             llama.cpp's reference rounding). With q4_0 the embedding and the LM head are q8_0, and matrices with rows
             that are no multiple of 32 are f16 with either. None is the checkpoint's own.
         overwrite: whether an existing file is replaced.
+        revision: branch, tag or commit of a hub name; None: main.
 
     Raises:
         ValueError: an unknown dtype; weights that do not fit the config or the dtype; as in ``Target.load``.
@@ -100,7 +103,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
             f"{path} is a file: spec-lab convert reads the folder of a checkpoint of transformers, or a hub name; a "
             "GGUF file is a target as it is (target=gguf target.path=FILE)"
         )
-    checked = describe(path)
+    checked = describe(path, revision=revision)
     if checkpoint.read_quantization(checked.folder) is not None:
         raise Unsupported(f"{path} is quantized: llama.cpp's formats are written from an unquantized checkpoint")
     config = checked.model.config

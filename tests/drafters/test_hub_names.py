@@ -1,9 +1,12 @@
 """Every kind of drafter by its hub name is that of the folder with the same files."""
 
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from spec_lab.cli.commands import command
 from spec_lab.core.options import WrongOption
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -17,6 +20,7 @@ from tests.checkpoints import zoo
 from tests.drafters.block_drafters import dflash
 from tests.drafters.eagle_heads import eagle3, written
 from tests.drafters.kangaroo_adapters import adapter
+from tests.drafters.medusa_heads import authors
 
 
 class Kind(NamedTuple):
@@ -74,6 +78,19 @@ def test_pickles_of_the_hub_name_the_command_that_converts_them(hub, tiny, targe
     with pytest.raises(ValueError, match=r"some/pickles holds its weights in .*spec-lab convert some/pickles OUT"):
         Medusa.load(target, "some/pickles")
     assert hub.downloads() == ["config.json"]
+
+
+def test_pickles_of_the_hub_are_converted_by_their_name(hub, tiny, target, tmp_path):
+    config, tensors = authors(32, 61)
+    written(tmp_path / "head", config, tensors)
+    pickle = BytesIO()
+    torch.save(tensors, pickle)
+    files = {"medusa_lm_head.pt": pickle.getvalue(), "training_args.bin": b"other", "modeling.py": b"import os"}
+    hub.files["some/heads", "v1"] = {"config.json": (tmp_path / "head" / "config.json").read_bytes()} | files
+    assert command(["convert", "some/heads", str(tmp_path / "out"), "--revision", "v1"]) == 0
+    assert hub.downloads() == ["config.json", "medusa_lm_head.pt"]
+    converted, local = (Medusa.load(target, str(tmp_path / name), tree="2") for name in ("out", "head"))
+    assert torch.equal(converted.heads.weight, local.heads.weight)
 
 
 def test_modules_in_the_targets_own_checkpoint_are_those_of_the_target(target):
