@@ -174,9 +174,6 @@ class DrafterPath:
         """Return whether a text is not empty."""
         return bool(value)
 
-    def __str__(self) -> str:
-        return "that is not empty"
-
 
 MAX_TEMPERATURE = 1e6
 """Maximum temperature. Far below it every distribution is uniform already; far above it float32 overflows."""
@@ -317,7 +314,9 @@ def words(hint: Any, column: int = 1) -> str:
             text += f" of names to {element}" * bool(element)
         else:
             continue
-        said.append(" ".join((text, *(str(bound) for bound in bounds if not isinstance(bound, OneOf | Form)))))
+        said.append(
+            " ".join((text, *(str(bound) for bound in bounds if not isinstance(bound, OneOf | Form | DrafterPath))))
+        )
     *first, last = dict.fromkeys(said) or [""]
     if column and last == "null" and len(first) == 1 and first[0].startswith("one of "):
         return f"{first[0]}, null"
