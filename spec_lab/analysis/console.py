@@ -44,16 +44,17 @@ def show(result: Result, console: Console, verbose: bool = False) -> None:
 
 def show_section(section: Section, console: Console, verbose: bool = False) -> None:
     """Print a section's table, notes and failures; a section of figures alone prints nothing."""
-    if section.table is not None and show_table(section.title, section.table, console, verbose) and section.how:
-        say(console, section.how)
+    shown = [] if section.table is None else show_table(section.title, section.table, console, verbose)
+    if shown and (explanation := section.explanation(shown)):
+        say(console, explanation)
     for line in section.notes:
         say(console, line)
     for line in section.failures:
         say(console, f"FAILS: {line}", "bold red")
 
 
-def show_table(title: str, table: DataTable, console: Console, verbose: bool = False) -> bool:
-    """Print a table; return whether there was anything to print.
+def show_table(title: str, table: DataTable, console: Console, verbose: bool = False) -> list[str]:
+    """Print a table; return the headings shown, none where there was nothing to print.
 
     Columns of ``more`` are left out unless ``verbose`` or on a wide console. Where the others do not fit the width,
     intervals are left out if they fit without; else the table continues below, with its first column again.
@@ -61,7 +62,7 @@ def show_table(title: str, table: DataTable, console: Console, verbose: bool = F
     every = verbose or console.width >= WIDE
     columns = [number for number, (name, _) in enumerate(table.columns) if every or name not in table.more]
     if not columns or not table.rows:
-        return False
+        return []
     main = [number for number in columns if table.columns[number][0] not in table.more]
     ends = _width(table, main, True) <= console.width or _width(table, main, False) > console.width
     for number, part in enumerate(
@@ -70,7 +71,7 @@ def show_table(title: str, table: DataTable, console: Console, verbose: bool = F
         if title:
             say(console, f"\n{title}{', continued' * (number > 0)}", "bold")
         console.print(_grid(table, part, ends, console.width))
-    return True
+    return [table.columns[column][0] for column in columns]
 
 
 def _text(cell: Cell, ends: bool) -> str:

@@ -18,11 +18,13 @@ class FigureFormat:
         heading: its heading.
         form: the format of its numbers.
         scale: its factor, such as 1000 to show seconds as milliseconds.
+        meaning: a sentence on it, for those who see its column.
     """
 
     heading: str
     form: str = ".2f"
     scale: float = 1.0
+    meaning: str = ""
 
     def cell(self, value: Value) -> Cell:
         """Return the cell of a value, or of an interval."""
@@ -36,25 +38,35 @@ class FigureFormat:
 COLUMNS = {
     "tokens_per_second": FigureFormat("tokens/s", ".1f"),
     "baseline_tokens_per_second": FigureFormat("baseline tokens/s", ".1f"),
-    "speedup": FigureFormat("speed-up [95 %]"),
+    "speedup": FigureFormat(
+        "speed-up [95 %]",
+        meaning="Speed-up: total tokens per total seconds over the baseline's on the same groups of prompts, with its "
+        "95 % interval over groups.",
+    ),
     "speedup_low": FigureFormat("95 % from"),
     "speedup_high": FigureFormat("95 % to"),
     "speedup_with_prefill": FigureFormat("speed-up with prefill [95 %]"),
     "speedup_mean_of_groups": FigureFormat("mean of group speed-ups [95 %]"),
     "speedup_geometric_mean": FigureFormat("speed-up, geometric mean"),
-    "time_to_first_token": FigureFormat("TTFT ms", ".1f", 1e3),
-    "time_per_output_token": FigureFormat("TPOT ms", ".2f", 1e3),
-    "tau_pooled": FigureFormat("tau"),
-    "tau_pooled_raw": FigureFormat("untruncated tau"),
-    "expected_tau": FigureFormat("expected tau"),
-    "draft_token_rate": FigureFormat("acceptance rate", ".1%"),
+    "time_to_first_token": FigureFormat("TTFT ms", ".1f", 1e3, "TTFT: mean time to the first token."),
+    "time_per_output_token": FigureFormat("TPOT ms", ".2f", 1e3, "TPOT: mean time per output token."),
+    "tau_pooled": FigureFormat(
+        "tau", meaning="Tau: tokens per step, bonus included, those forced by a constraint left out."
+    ),
+    "tau_pooled_raw": FigureFormat("untruncated tau", meaning="Untruncated tau: before stop tokens and limits cut."),
+    "expected_tau": FigureFormat(
+        "expected tau", meaning="Expected tau: untruncated tau from the exact acceptance probabilities."
+    ),
+    "draft_token_rate": FigureFormat("acceptance rate", ".1%", meaning="Acceptance rate: accepted / drafted tokens."),
     "nodes_per_step": FigureFormat("nodes per step", ".1f"),
-    "overhead": FigureFormat("overhead", ".1%"),
+    "overhead": FigureFormat("overhead", ".1%", meaning="Overhead: share of decode time outside module calls."),
     "roofline_share": FigureFormat("roofline share [95 %]", ".1%"),
     "roofline_share_end_to_end": FigureFormat("roofline share, end to end [95 %]", ".1%"),
     "memory_bound_steps": FigureFormat("memory-bound steps", ".0%"),
     "baseline_roofline_share": FigureFormat("baseline roofline share", ".1%"),
-    "repeated_8gram_share": FigureFormat("repeated 8-grams", ".1%"),
+    "repeated_8gram_share": FigureFormat(
+        "repeated 8-grams", ".1%", meaning="Repeated 8-grams: share that occurred before in the same output."
+    ),
     "identical_outputs": FigureFormat("identical outputs", ".1%"),
     "correct": FigureFormat("correct [95 %]", ".1%"),
     "correct_change": FigureFormat("change of correct [95 %]", "+.1%"),
@@ -62,6 +74,10 @@ COLUMNS = {
     "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
+
+
+MEANINGS = {figure.heading: figure.meaning for figure in COLUMNS.values() if figure.meaning}
+"""What they are, by heading."""
 
 
 def accuracy_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:

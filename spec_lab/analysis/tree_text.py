@@ -17,7 +17,8 @@ def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mappi
         now: the proposers' facts, by arm, the main arm first.
         begun: the same in the manifest; of a resumed run, from when it began.
     """
-    lines, names = [], arm_names({arm: facts.get("name") for arm, facts in begun.items()})
+    lines, first = [], dict[tuple[str, str], str]()
+    names = arm_names({arm: facts.get("name") for arm, facts in begun.items()})
     main, now = next(iter(begun), ""), with_parts(now)
     for name, facts in with_parts(begun).items():
         if "costs_measured" not in facts:
@@ -32,8 +33,13 @@ def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mappi
             origin = f"step costs from the cache, measured {facts['costs_measured']}"
         else:
             origin = f"step costs measured now{busy}{' and not cached' if busy else ''}"
+        what = (
+            f"calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau {facts['expected_tokens']:.2f} "
+            f"({origin})"
+        )
+        shown, same = f"{names[arm]}{dot}{part}", first.get((what, tree))
+        first.setdefault((what, tree), shown)
         lines.append(
-            f"{names[arm]}{dot}{part}: calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau "
-            f"{facts['expected_tokens']:.2f} ({origin}); repeat it with {option}='{tree}'"
+            f"{shown}: the same tree as {same}." if same else f"{shown}: {what}; repeat it with {option}='{tree}'"
         )
     return lines

@@ -76,6 +76,7 @@ class DataTable:
         searchable: whether a page filters its rows by an input.
         filters: headings of columns by whose values a page filters the rows, where there are several values.
         more: headings of columns that a console shows only where it is wide, or when it shows everything.
+        meanings: what columns hold, by heading; a console explains those that it shows.
     """
 
     columns: Sequence[tuple[str, bool]]
@@ -83,6 +84,7 @@ class DataTable:
     searchable: bool = False
     filters: Sequence[str] = ()
     more: Sequence[str] = ()
+    meanings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def choices(self) -> dict[int, list[str]]:
@@ -114,6 +116,17 @@ class Section:
     notes: Sequence[str] = ()
     failures: Sequence[str] = ()
     missing: str = ""
+
+    def explanation(self, headings: Sequence[str] | None = None) -> str:
+        """Return what the section shows, and what the columns of its table hold: all, or those of ``headings``."""
+        table = self.table or DataTable([], [])
+        shown = [name for name, _ in table.columns if headings is None or name in headings]
+        return " ".join(
+            [
+                *[self.how] * bool(self.how),
+                *dict.fromkeys(table.meanings[name] for name in shown if name in table.meanings),
+            ]
+        )
 
 
 @dataclass(frozen=True)

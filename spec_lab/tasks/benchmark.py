@@ -20,6 +20,7 @@ import pandas as pd
 from rich.console import Console
 
 from spec_lab.analysis import metrics, tracking
+from spec_lab.analysis.console import say
 from spec_lab.analysis.names import MAIN, names_in_manifest, renamed
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.tree_text import chosen_trees
@@ -149,7 +150,7 @@ class _Groups:
         lab, settings, arms, console = self.lab, self.settings, self.arms, self.console
         waiting = _waiting(arms, min(settings.batch_size, len(self.requests)))
         for line in (*chosen_trees(lab.facts(), facts["proposers"]), *waiting):
-            console.print(line, soft_wrap=True, highlight=False)
+            say(console, line)
         finished, names = self.recorder.finished(), names_in_manifest(facts)
         todo = [number for number in self.groups if number not in finished]
         peak = Peak.start(lab.target.lm.device)

@@ -40,9 +40,12 @@ VERDICTS = (
     "sampled texts, as Gumbel noise cannot be enumerated; r: a reference drafts in place of the proposer). p, texts: "
     "sampled. Chi-square of {samples} texts of four toy tokens from the decode loop in float32, with the proposer's "
     "own tree. p, model: sampled. Smallest p-value of the score tests of the real target's tokens against plain "
-    "forwards. "
-    "TV from own target: from the distribution against which a lossy verifier declares to be exact."
+    "forwards."
 )
+MEANINGS = {
+    "TV from own target": "TV from own target: from the distribution against which a lossy verifier declares to be "
+    "exact."
+}
 DETECTABLE = (
     "The smallest total variation that each sampled test would have detected, with power {power:g} at level "
     "{alpha:g}, before Holm's correction over all tests; per text for texts of a toy, per token for the real target. "
@@ -132,7 +135,7 @@ def _verdicts(pairs: Pairs, masks: Mapping[str, Any] | None) -> DataTable:
     columns = [*((name, False) for name in names)]
     columns += [(name, True) for name in ("TV", "TV from own target", "p, texts", "p, model")]
     more = ("declared", "enumerated", "TV from own target")
-    return DataTable(columns, rows, len(rows) > 8, ("proposer", "drawn", "verifier", "result"), more)
+    return DataTable(columns, rows, len(rows) > 8, ("proposer", "drawn", "verifier", "result"), more, MEANINGS)
 
 
 def _tests(pairs: Pairs) -> DataTable:

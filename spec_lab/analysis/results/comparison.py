@@ -16,16 +16,20 @@ BADGES = {"significant": "strong", "too few": "warn"}
 
 CHANGES = (
     "Each row is one figure of an arm in another run against the reference's, paired over the prompts or groups that "
-    "both have. Interval, all: holds for all tested changes at once; alone: for this change only. A change is "
-    "significant if the interval for all excludes no change (factor 1, difference 0)."
+    "both have. The interval holds for all tested changes at once; a change is significant if it excludes no change "
+    "(factor 1, difference 0)."
 )
+MEANINGS = {
+    "alone": "Alone: the interval for this change only.",
+    "significant from": "Significant from: the smallest change that would be.",
+}
 DRAWN = (
     "Changes with the intervals that hold for all tested changes at once. Filled: significant; hollow: not. Dashed: no "
     "change."
 )
 VERDICTS = {
-    "not significant": "the interval contains no change. This does not prove equality; the named change would be "
-    "significant.",
+    "not significant": "the interval contains no change. This does not prove equality: smaller changes than those of "
+    "the column significant from (a page, or --verbose) are not detected.",
     "identical": "no prompt differs.",
     "too few": "too few prompts or groups for a test; run more of them.",
 }
@@ -45,13 +49,14 @@ def result(comparison: Comparison) -> Result:
     frame["label"] = [_label(*row) for row in zip(*columns, strict=True)]
     drawn = {figures.file_name("change", name): partial(figures.changes, frame, name, heading(name))
              for name in dict.fromkeys(frame["figure"])}  # fmt: skip
+    last = comparison.pairs[-1]
     return Result(
         "Comparison", f"{lead}; {comparison.tested} tested changes",
         [
             Section("Compared", "", compared, notes=[equal] * (several and not comparison.configuration)),
             *_settings("Configuration, where it differs", comparison.configuration),
             *_settings("Code, machine, weights, prompts, where they differ", comparison.provenance),
-            *(Section(pair_title(pair), CHANGES * (pair is comparison.pairs[-1]), _changes(pair, comparison.level))
+            *(Section(pair_title(pair), CHANGES * (pair is last), _changes(pair, comparison.level, pair is last))
               for pair in comparison.pairs),
             Section("Changes with intervals", DRAWN, None, drawn, notes(comparison), missing="No change was tested."),
         ],
@@ -66,11 +71,11 @@ def _label(reference: str, other: str, reference_name: str, other_name: str) -> 
     return arms if reference == other else f"{other} / {reference}: {arms}"
 
 
-def _changes(pair: ArmComparison, level: float) -> DataTable:
+def _changes(pair: ArmComparison, level: float, explained: bool) -> DataTable:
     reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
     rows = []
     for change in pair.changes:
-        why, tested = verdict_text(change), change.verdict not in ("identical", "too few", "not tested")
+        tested = change.verdict not in ("identical", "too few", "not tested")
         units = f"{min(change.units)} {change.unit}s, {'paired' if change.paired else 'not paired'}"
         smallest = change_text(change, change.smallest) if change.change else ""
         rows.append(
@@ -80,13 +85,14 @@ def _changes(pair: ArmComparison, level: float) -> DataTable:
                 Cell(change_text(change, change.simultaneous.mean), change.simultaneous.mean),
                 *(_ends(change, bounds, tested) for bounds in (change.simultaneous, change.interval)),
                 Cell(smallest, change.smallest if smallest else float("nan")),
-                Cell(why, badge=BADGES.get(change.verdict, "plain"), title=why),
+                Cell(change.verdict, badge=BADGES.get(change.verdict, "plain"), title=change.why),
                 Cell(units if change.change else ""),
             ]
         )
     names = (f"{reference}", f"{other}", "change", f"[{100 * level:.4g} %]", "alone", "significant from")
     columns = [("figure", False), *((name, True) for name in names), ("verdict", False), ("units", False)]
-    return DataTable(columns, rows, filters=("figure", "verdict"), more=("alone", "significant from", "units"))
+    return DataTable(columns, rows, filters=("figure", "verdict"), more=("alone", "significant from", "units"),
+                     meanings=MEANINGS if explained else {})  # fmt: skip
 
 
 def _ends(change: FigureChange, bounds: Interval, tested: bool) -> Cell:
@@ -117,14 +123,6 @@ def heading(figure: str) -> str:
     return COLUMNS[figure].heading.removesuffix(" [95 %]")
 
 
-def verdict_text(change: FigureChange) -> str:
-    """Return the verdict, and why nothing was tested or what would be significant."""
-    if change.verdict == "not significant":
-        smallest = f"×{change.smallest:.2f}" if change.relative else f"{change.smallest:.2g}"
-        return f"{change.verdict}; {smallest} would be"
-    return f"{change.verdict}: {change.why}" if change.why else change.verdict
-
-
 def change_text(change: FigureChange, value: float) -> str:
     """Return a change of this figure as text, a factor or a difference; empty for NaN."""
     if value != value:
@@ -150,6 +148,11 @@ def notes(comparison: Comparison) -> list[str]:
             f"{comparison.level:.4g} (jackknife over prompts, of speed over groups; Student's t; Bonferroni)."
         )
     lines += [f"{verdict}: {text}" for verdict, text in VERDICTS.items() if verdict in verdicts]
+    reasons: dict[str, dict[str, None]] = {}
+    for change in changes:
+        if change.why:
+            reasons.setdefault(f"{change.verdict}, {change.why}", {})[heading(change.figure)] = None
+    lines += [f"{why}: {', '.join(named)}." for why, named in reasons.items()]
     if any(change.figure == "speedup_geometric_mean" for change in changes):
         lines.append(
             "speed-up: total tokens/s over those of the baseline of the same run; the test uses the geometric mean "

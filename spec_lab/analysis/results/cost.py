@@ -52,7 +52,7 @@ def result(folder: Path) -> Result:
         f"step costs, temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
         f"{summary['steps']} steps, with quartiles over repeats",
         [
-            Section("t(n), milliseconds of a step with n draft nodes per sequence", "Without drafting.",
+            Section("t(n), milliseconds of a step with n draft nodes per sequence, drafting left out", "",
                     _table(nodes, *by_nodes, 1e3), {"cost": partial(figures.step_costs, nodes)} if nodes else {}),
             Section("t(n) / t(0)", "", _table(relative, *by_nodes, 1),
                     notes=roofline_notes(cases, manifest.get("roofline"))),

@@ -17,6 +17,7 @@ from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import (
     COLUMNS,
+    MEANINGS,
     accuracy_notes,
     cache_notes,
     kv_notes,
@@ -54,13 +55,11 @@ MAIN_FIGURES = FIGURES[:2] + FIGURES[4:8]
 """Those that every terminal shows."""
 
 ARMS = (
-    "Every arm decoded the same prompts in one process; the arms alternated. Speed-up: total tokens per total seconds "
-    "over the baseline's on the same groups of prompts, with its 95 % interval over groups. Tau: tokens per step, "
-    "bonus included, those forced by a constraint left out; untruncated tau: before stop tokens and limits cut; "
-    "expected tau: the same from the exact acceptance probabilities; variance reduction: how many times more groups "
-    "the untruncated tau would need for the same precision. Acceptance rate: accepted / drafted tokens. TTFT, TPOT: "
-    "mean time to the first token, per output token. Overhead: share of decode time outside module calls. Repeated "
-    "8-grams: share that occurred before in the same output. Speed-up, tokens/s and tau leave out the prefill."
+    "Every arm decoded the same prompts in one process; the arms alternated. Speed-up, tokens/s and tau leave out the "
+    "prefill."
+)
+REDUCTION = (
+    "Variance reduction: how many times more groups the untruncated tau would need for the precision of expected tau."
 )
 PEERS = "Total tokens per total seconds over each peer's on the same prompts, with 95 % intervals."
 THROUGHPUT = (
@@ -68,10 +67,9 @@ THROUGHPUT = (
     "the baseline's, with its 95 % interval; small dots are the groups' ratios. An interval to the right of the dashed "
     "line is faster than the baseline on these prompts."
 )
-DEPTHS = (
-    "Survival: of all steps, the share that accepted k drafted tokens or more. Conditional: of the steps that accepted "
-    "k - 1 and had a draft for k, the share that accepted it. Bands: 95 % over groups."
-)
+DEPTHS = "Of the steps of each arm, by the drafted tokens accepted in a row; bands: 95 % over groups."
+SURVIVAL = "Of all steps, the share that accepted k drafted tokens or more."
+CONDITIONAL = "Of the steps that accepted k - 1 and had a draft for k, the share that accepted it."
 TOKENS = "Each bar holds all steps of an arm, divided by the number of tokens that they emitted; tau is the mean."
 PHASE_TIME = (
     "Decode time per emitted token. Overhead is the share outside the module calls of target, draft and heads. "
@@ -165,12 +163,14 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
         Section("Arms", ARMS, _arms(arms, run), notes=_notes(run, arms)),
         Section("Speed-up", THROUGHPUT, None, {"throughput": partial(figures.throughput, tables)},
                 missing="No arm was compared with a baseline in a full group of prompts, so there is no speed-up."),
-        Section("Acceptance by depth: survival", DEPTHS, depths, {"acceptance": partial(figures.acceptance, tables)},
+        Section("Acceptance by depth", DEPTHS, None, {"acceptance": partial(figures.acceptance, tables)},
                 missing="No arm drafted anything."),
-        Section("Acceptance by depth: conditional", "", conditional),
+        Section("Acceptance by depth: survival", SURVIVAL, depths),
+        Section("Acceptance by depth: conditional", CONDITIONAL, conditional),
         Section("Tokens per step", TOKENS, None, {"tokens": partial(figures.tokens, tables)}, missing=NO_STEPS),
-        Section("Decode time by phase", PHASE_TIME, phases, {"phases": partial(figures.phases, tables)},
+        Section("Time per token by phase", PHASE_TIME, None, {"phases": partial(figures.phases, tables)},
                 missing=NO_STEPS),
+        Section("Decode time by phase", "", phases),
         Section("Decode time by phase, seconds", "", seconds),
         Section("Time of the target by nodes", COST, None, {"cost": partial(figures.cost, tables)}, missing=NO_STEPS),
         Section("Accepted paths", PATHS, None, {"accepted_trees": partial(figures.accepted_trees, tables, drafted)},
@@ -264,7 +264,8 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
     columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
     columns += [(COLUMNS[name].heading, True) for name in names] + [("variance reduction", True)] * reduced
     main = ["arm", *(COLUMNS[name].heading for name in MAIN_FIGURES)]
-    return DataTable(columns, rows, more=[name for name, _ in columns if name not in main])
+    more = [name for name, _ in columns if name not in main]
+    return DataTable(columns, rows, more=more, meanings={**MEANINGS, "variance reduction": REDUCTION})
 
 
 def _depths(arms: Arms, kind: str) -> DataTable:

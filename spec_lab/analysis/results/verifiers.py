@@ -49,7 +49,8 @@ def result(folder: Path) -> Result:
     names = arm_names({arm: facts["name"] for arm, facts in summary["proposers"].items()})
     proposers = {name: facts for name, facts in renamed(summary["proposers"], names).items() if facts["drafts"]}
     drawn = {name: partial(figures.verifier_panels, proposers, name) for name in ("accepted", "time")}
-    accepted = [Section(_title(name, facts), ACCEPTED * (name == [*proposers][-1]), _accepted(facts))
+    together = _together(proposers)
+    accepted = [Section(_title(name, facts), ACCEPTED * (name == [*proposers][-1]), _accepted(together, name))
                 for name, facts in proposers.items()]  # fmt: skip
     left_out: dict[str, list[str]] = {}
     for pair in summary["left_out"]:
@@ -65,7 +66,7 @@ def result(folder: Path) -> Result:
         f"{summary['temperature']:g}, a draft every {summary['every']} tokens",
         [
             *accepted,
-            Section("Verifiers", "", None, {"accepted": drawn["accepted"]}, notes,
+            Section("Verifiers", "", together, {"accepted": drawn["accepted"]}, notes,
                     missing="No verifier verified a draft."),
             Section("Time", TIMES, DataTable(columns, times, len(times) > 8, ("proposer", "verifier")),
                     {"time": drawn["time"]}, bounds_notes(renamed(summary.get("bounds", {}), names))),
@@ -82,16 +83,31 @@ def _title(name: str, facts: Mapping[str, Any]) -> str:
     )
 
 
-def _accepted(facts: Mapping[str, Any]) -> DataTable:
-    against, rows = facts.get("compared_with"), []
-    for verifier, of in facts["verifiers"].items():
-        badge = Cell("lossless", badge="good") if of["lossless"] else Cell("lossy", badge="warn")
-        difference = cell(None if verifier == against else of["difference"], "+.3f")
-        label = Cell(figures.verifier_label(verifier, of))
-        rows.append([label, badge, cell(of["expected_accepted"]), difference, cell(of["share_of_bound"])])
-    numbers = ("expected accepted", f"minus {against or ''}", "of the bound")
-    columns = [("verifier", False), ("losslessness", False), *((name, True) for name in numbers)]
-    return DataTable(columns, rows, len(rows) > 8, ("losslessness",), more=("losslessness",))
+def _together(proposers: Mapping[str, Mapping[str, Any]]) -> DataTable:
+    """Return what every verifier accepts of every proposer's drafts, in a table for a page, which filters its rows."""
+    rows = []
+    for name, facts in proposers.items():
+        against = facts.get("compared_with") or ""
+        for verifier, of in facts["verifiers"].items():
+            badge = Cell("lossless", badge="good") if of["lossless"] else Cell("lossy", badge="warn")
+            difference = Cell("", float("nan")) if verifier == against else cell(of["difference"], "+.3f")
+            label = Cell(figures.verifier_label(verifier, of))
+            shown = [cell(of["expected_accepted"]), difference, Cell(against * bool(difference.text)),
+                     cell(of["share_of_bound"])]  # fmt: skip
+            rows.append([Cell(name, colour=figures.colour(name)), Cell(facts["drawn"]), label, badge, *shown])
+    columns = [(name, False) for name in ("proposer", "drawn", "verifier", "losslessness")]
+    columns += [("expected accepted", True), ("difference", True), ("minus", False), ("of the bound", True)]
+    filters = ("proposer", "drawn", "verifier", "losslessness")
+    return DataTable(columns, rows, len(rows) > 8, filters, more=[name for name, _ in columns])
+
+
+def _accepted(together: DataTable, proposer: str) -> DataTable:
+    """Return the rows of a proposer, the verifier that others are compared with in a heading."""
+    rows = [row for row in together.rows if row[0].text == proposer]
+    against = next((row[6].text for row in rows if row[6].text), "")
+    kept = (2, 3, 4, 5, 7)
+    columns = [together.columns[number] if number != 5 else (f"minus {against}", True) for number in kept]
+    return DataTable(columns, [[row[number] for number in kept] for row in rows], more=("losslessness",))
 
 
 def _times(name: str, facts: Mapping[str, Any]) -> Iterator[list[Cell]]:
