@@ -23,7 +23,7 @@ from spec_lab.cli.declarations import check_values, qualified
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
 from spec_lab.core.faults import causes, described, location
-from spec_lab.core.options import WrongOption, as_yaml, brief
+from spec_lab.core.options import WrongOption, brief, brief_repr
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import Part, WrongValue, check_declared, required
 from spec_lab.core.terminal import visible
@@ -132,7 +132,7 @@ def part_config(config: DictConfig, part: str) -> DictConfig:
     """
     named = OmegaConf.select(config, part)
     if not OmegaConf.is_dict(named) or "_target_" not in named:
-        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {as_yaml(named)}")
+        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {brief(named)}")
     return named
 
 
@@ -199,10 +199,17 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
         if text.startswith("_target_="):
             raise Refused(f"spec_lab: {part}.{text}") from error
         if isinstance(error, WrongOption) or isinstance(causes(error)[-1], WrongOption):
-            raise Refused(f"spec_lab: {qualified(reason(causes(error)[-1]), part, named)}") from error
+            text = qualified(reason(causes(error)[-1]), part, named)
+            raise Refused(f"spec_lab: {_of_part(text, group, part)}") from error
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
+        text = _of_part(text, group, part)
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
+
+
+def _of_part(message: str, group: str, part: str) -> str:
+    """Return a message with the options of a part in place of those of its group, ``arms.x.`` for ``proposer.``."""
+    return re.sub(rf"(?<![\w.]){group}\.(?=\w+=)", f"{part}.", message)
 
 
 def check_part(made: Any, group: str, target: str) -> None:
@@ -232,7 +239,7 @@ def check_part(made: Any, group: str, target: str) -> None:
         for number, prompt in enumerate(made):
             if not isinstance(prompt, Prompt):
                 raise ValueError(
-                    f"_target_={target} returns {brief(prompt)} as prompt {number}: it must be a "
+                    f"_target_={target} returns {brief_repr(prompt)} as prompt {number}: it must be a "
                     "spec_lab.text.prompts.Prompt"
                 )
 
@@ -337,7 +344,7 @@ def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
     named = OmegaConf.select(config, group)
     if named is not None and not OmegaConf.is_dict(named):
         raise Refused(
-            f"spec_lab: {group} must be a mapping of names to what is measured, such as {{}}, not {as_yaml(named)}"
+            f"spec_lab: {group} must be a mapping of names to what is measured, such as {{}}, not {brief(named)}"
         )
     return {name: build(config, f"{group}.{name}", **live) for name in named or {}}
 

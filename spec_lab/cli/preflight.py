@@ -162,7 +162,7 @@ def check_workers(values: Iterable[Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= abs(value) <= MAX_WORKERS:
             raise ValueError(
                 f"hydra.launcher.n_jobs must be a number of processes up to {MAX_WORKERS}, or -1 for one per core, "
-                f"not {'null' if value is None else brief(value)}"
+                f"not {brief(value)}"
             )
 
 

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, Continuation, mask_of, width
-from spec_lab.core.options import brief
+from spec_lab.core.options import brief_repr
 from spec_lab.core.request import Ended, Request
 
 ANY: Final = "any"
@@ -134,7 +134,7 @@ class ControllerConstraint(Constraint):
             raise ConstraintError(f"controller '{self.name}' cannot be made: {_message(error)}") from error
         if not hasattr(controller, "step"):
             raise ConstraintError(
-                f"controller '{self.name}' cannot be made: {brief(controller)} was returned for the request "
+                f"controller '{self.name}' cannot be made: {brief_repr(controller)} was returned for the request "
                 f"'{request.name}', not a controller with a method step: return one for each request"
             )
         state = ControllerState(self, controller, Branch())

@@ -20,7 +20,7 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.faults import described, location
-from spec_lab.core.options import Texts, WrongOption, brief, checked
+from spec_lab.core.options import Texts, WrongOption, brief_repr, checked
 
 EngineName = Literal["llguidance", "xgrammar"]
 
@@ -149,7 +149,7 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         raise WrongOption(f"make={make} {said}") from error
     if not callable(made) and not isinstance(made, Constraint):
         raise WrongOption(
-            f"make={make} returned {brief(made)}: it must return a Constraint (derive its class from it), or a "
+            f"make={make} returned {brief_repr(made)}: it must return a Constraint (derive its class from it), or a "
             "function that makes a controller for each request"
         )
     return made if isinstance(made, Constraint) else ControllerConstraint(made, vocabulary.size, name)

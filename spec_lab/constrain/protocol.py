@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_lab.core.draft import Shape
 from spec_lab.core.faults import attributed
-from spec_lab.core.options import brief
+from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, Part, check_spelling, default
 from spec_lab.core.request import Ended, Request
 
@@ -337,7 +337,7 @@ def started(constraint: Constraint, request: Request) -> ConstraintState:
     """
     state = constraint.start(request)
     if not isinstance(state, ConstraintState):
-        raise TypeError(f"start must return a ConstraintState, not {brief(state)}: derive its class from it")
+        raise TypeError(f"start must return a ConstraintState, not {brief_repr(state)}: derive its class from it")
     return state
 
 

@@ -192,7 +192,12 @@ PLAIN = (Whole(0), Whole(1), Number(0), Number(0, 1), NotEmpty(), TextList())
 
 
 def brief(value: Any) -> str:
-    """Return ``repr(value)`` for a message; a long one is shortened."""
+    """Return a value as a config or a JSON file writes it, for a message; a long one is shortened."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else brief_repr(value)
+
+
+def brief_repr(value: Any) -> str:
+    """Return ``repr(value)`` for a message about an object in Python; a long one is shortened."""
     if isinstance(value, int) and not -(10**40) < value < 10**40:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print more than 4300 digits
     try:
@@ -200,11 +205,6 @@ def brief(value: Any) -> str:
     except ValueError:  # a number of that size inside
         return f"a {type(value).__name__} with a number that is too long to print"
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value for a message as a config writes it; see ``brief``."""
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else brief(value)
 
 
 LISTS = (list, tuple, Sequence, Collection, Iterable)
@@ -357,9 +357,9 @@ def accept(name: str, value: Any, hint: Any) -> None:
     """
     if wrong := misfit(value, hint):
         inner_path, value, hint = wrong
-        message = f"{name}{inner_path} must be {words(hint)}, not {as_yaml(value)}"
-        if not inner_path and isinstance(value, int | float) and not misfit(as_yaml(value), hint):
-            message += f": quote a text that looks like another value, \"{name}='{as_yaml(value)}'\""
+        message = f"{name}{inner_path} must be {words(hint)}, not {brief(value)}"
+        if not inner_path and isinstance(value, int | float) and not misfit(brief(value), hint):
+            message += f": quote a text that looks like another value, \"{name}='{brief(value)}'\""
         raise WrongOption(message)
 
 
@@ -453,9 +453,9 @@ def whole(name: str, value: Any, minimum: int = 1, otherwise: str = "", maximum:
         ValueError: it is not; names it.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be a whole number of {minimum} or more{otherwise}, not {as_yaml(value)}")
+        raise ValueError(f"{name} must be a whole number of {minimum} or more{otherwise}, not {brief(value)}")
     if maximum is not None and value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}{otherwise}, not {as_yaml(value)}")
+        raise ValueError(f"{name} must be at most {maximum}{otherwise}, not {brief(value)}")
     return value
 
 
@@ -466,5 +466,5 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         ValueError: it is not; names the option and the allowed values.
     """
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {as_yaml(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
     return str(value)

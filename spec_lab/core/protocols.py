@@ -10,7 +10,7 @@ from inspect import get_annotations, getattr_static, isabstract, isfunction
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from spec_lab.core.options import brief
+from spec_lab.core.options import brief_repr
 
 SIMILAR = 0.85
 """How similar (``difflib``) a name is to a member's for it to be a misspelling of it: "branchs" is 0.93. One with the
@@ -141,7 +141,7 @@ def check_declared(part: object, declared: Mapping[str, Declared]) -> None:
         check_spelling(type(part), kind_of(type(part)), vars(part))
     for name, must in declared.items():
         if hasattr(part, name) and not must.fits(value := getattr(part, name)):
-            raise WrongValue(f"{type(part).__name__}.{name} must be {must.words}, not {brief(value)}")
+            raise WrongValue(f"{type(part).__name__}.{name} must be {must.words}, not {brief_repr(value)}")
 
 
 def members(contract: type) -> list[str]:

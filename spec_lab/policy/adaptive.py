@@ -12,7 +12,7 @@ import numpy as np
 from spec_lab.core.draft import Draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import brief
+from spec_lab.core.options import brief_repr
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
@@ -147,7 +147,7 @@ class Adaptive(Hybrid):
             limits = list(self.policy.decide(batch, [decided.state for decided in decisions]))
             if len(limits) != len(decisions) or not all(isinstance(limit, Limit) for limit in limits):
                 raise ValueError(
-                    f"decide must return {len(decisions)} Limit, one for each sequence, not {brief(limits)}"
+                    f"decide must return {len(decisions)} Limit, one for each sequence, not {brief_repr(limits)}"
                 )
         inner = replace(self.view(batch, 0), limits=limits, stop=self.policy.stop)
         draft = self.proposer.propose(inner).cut_nodes(inner.room())

@@ -14,7 +14,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.load import combine
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary, text_bytes
-from spec_lab.core.options import brief
+from spec_lab.core.options import brief_repr
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import BROKEN
 from spec_lab.decode.engine import Engine, fixed_group
@@ -134,7 +134,7 @@ def generate(
         several = list(prompts)
     wrong = [prompt for prompt in several if not isinstance(prompt, str | Prompt)]
     if wrong:
-        raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief(wrong[0])}")
+        raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief_repr(wrong[0])}")
     named = [
         prompt if isinstance(prompt, Prompt) else Prompt(f"prompt {number}", prompt)
         for number, prompt in enumerate(several)

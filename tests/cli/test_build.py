@@ -10,7 +10,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, check_gguf, conf, reason, under_policy
-from spec_lab.core.options import brief
+from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import Part, check_declared, members, required
 from spec_lab.decode.proposer import DECLARED, Requires
 from spec_lab.propose.ngram import Ngram
@@ -80,7 +80,7 @@ def test_an_object_without_a_member_is_refused_by_the_member_s_name(group, lacki
     ],
 )  # fmt: skip
 def test_an_attribute_of_a_wrong_type_is_refused_by_its_name_and_value(group, name, wrong):
-    with pytest.raises(Refused, match=rf"{group}\._target_=.*\.{name} must be .*, not {re.escape(brief(wrong))}"):
+    with pytest.raises(Refused, match=rf"{group}\._target_=.*\.{name} must be .*, not {re.escape(brief_repr(wrong))}"):
         built(group, **{name: wrong})
 
 
@@ -267,6 +267,20 @@ def test_the_inner_proposer_of_another_is_loaded_by_it_for_a_target_of_its_own(p
 def test_a_wrong_inner_proposer_or_verifier_is_refused_by_name(wrong, message):
     with pytest.raises(Refused, match=message):
         build(OmegaConf.create({"proposer": CASCADE | wrong}), "proposer", target=None)
+
+
+def test_an_option_that_a_message_tells_to_set_is_that_of_the_arm():
+    lossy = {"_target_": "spec_lab.verify.Typical"}
+    cascade = {
+        "_target_": "spec_lab.drafters.cascade.DraftCascade.load",
+        "path": "x",
+        "inner": NGRAM,
+        "verifier": lossy,
+    }
+    with pytest.raises(
+        Refused, match=r"^spec_lab: arms\.mine\.verifier: .* such as verifier@arms\.mine\.verifier=token$"
+    ):
+        build(OmegaConf.create({"arms": {"mine": cascade}}), "arms.mine", target=None)
 
 
 FIXED = {"_target_": "spec_lab.policy.depths.FixedDepth.load", "depth": "${four}"}

@@ -249,7 +249,7 @@ REFUSED = {
     "endless layers": (lambda c, t: c.update(hydra_num_layers=10**9), "hydra_num_layers must .* from 1 to 1024, not"),
     "no heads": (lambda c, t: c.update(hydra_num_heads=0), "hydra_num_heads must .* from 1 to 1024, not 0"),
     "heads of text": (lambda c, t: c.update(hydra_num_heads="4"), "hydra_num_heads must .* not '4'"),
-    "layers not named": (lambda c, t: c.pop("hydra_num_layers"), "hydra_num_layers must .* not None"),
+    "layers not named": (lambda c, t: c.pop("hydra_num_layers"), "hydra_num_layers must .* not null"),
     "other arch": (lambda c, t: c.update(hydra_head_arch="cross-attn"), "'cross-attn'"),
     "wrong arch": (lambda c, t: c.update(hydra_head_arch="mlp"), "do not fit its config.json"),
     "names of the other arch": (
@@ -259,7 +259,7 @@ REFUSED = {
     "unknown fields of the prefix": (
         lambda c, t: c.update(prefix_layer_config={"hidden_size": H, "model_type": "llama", "qk_scale": 2}), "qk_scale",
     ),
-    "ungrounded": (lambda c, t: c.update(grounded_heads=False), "grounded_heads must be true, not False"),
+    "ungrounded": (lambda c, t: c.update(grounded_heads=False), "grounded_heads must be true, not false"),
     "offset": (lambda c, t: c.update(hidden_state_offset=1), "hidden_state_offset must be 0, not 1"),
     "identity of text": (lambda c, t: c.update(identity_skip="no"), "identity_skip must be true or false"),
     "identity, with own": (lambda c, t: c.update(identity_skip=True), "'hydra_mlp.0.1.res_connection.bias' is in"),

@@ -378,7 +378,7 @@ def test_the_likeliest_and_the_calibrated_tree_respect_the_depth_limit(target, t
     [
         ({"hidden_size": 64}, {}, {}, "for hidden size 64, the target tiny-llama has 32"),
         ({"vocab_size": 99}, {}, {}, f"a vocabulary of 99 tokens, the target tiny-llama has {VOCABULARY}"),
-        ({"num_heads": None}, {}, {}, "num_heads must be a whole number from 1 to .*, not None"),
+        ({"num_heads": None}, {}, {}, "num_heads must be a whole number from 1 to .*, not null"),
         ({"num_heads": "four"}, {}, {}, "num_heads must be a whole number from 1 to .*, not 'four'"),
         ({"shared_lm_head": False}, {}, {}, "shared_lm_head"),
         ({"num_heads": 5}, {}, {}, r"weight is \[4, 1, 32, 32\], not \[5, 1, 32, 32\]"),

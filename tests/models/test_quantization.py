@@ -139,7 +139,7 @@ def test_only_fields_that_say_how_weights_are_stored_are_passed_on(tmp_path, ins
     [
         ({"quant_method": "aqlm"}, "quant_method 'aqlm', which is not supported; supported are gptq, awq, fp8"),
         ({"quant_method": ["fp8"]}, "quant_method .*not supported"),
-        ({"bits": 4}, "quant_method None"),
+        ({"bits": 4}, "quant_method null"),
         (CONFIGS["gptq"] | {"lm_head": True}, "quantization_config.lm_head is not supported: its LM head"),
         (CONFIGS["gptq"] | {"dynamic": {"-:x": {}}}, "quantization_config.dynamic is not supported"),
         (compressed(False, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not supported: its KV cache"),

@@ -6,7 +6,7 @@ import pytest
 
 from spec_lab.cli.explain.comments import Chosen, Setting, read, write
 from spec_lab.cli.explain.sources import Argument
-from spec_lab.core.options import Whole
+from spec_lab.core.options import OneOf, Whole
 
 TEXT = """\
 # @package _global_
@@ -66,6 +66,21 @@ def test_defaults_are_read_with_their_comments(file):
 def test_mappings_in_flow_style_are_taken_apart_on_request(file):
     flat = {setting.name: (setting.value, setting.comment) for setting in read(file, flat=True).settings}
     assert flat["nested.deep.a"] == ("[1, 2]", "") and flat["nested.deep.b"] == ("x", "a mapping")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "given", "comment"),
+    [
+        (Argument(str, "how: a, b; unless nodes: c"), "a", {"nodes"}, "how: a, b"),
+        (Argument(str, "how: a, b; unless nodes: c"), "a", {"tree"}, "how: a, b; c"),
+        (Argument(str | None, "a file; None: from the hub; here"), "???", (), "a file; here"),
+        (Argument(str | None, "a file; None: from the hub"), "null", (), "a file; null: from the hub"),
+        (Argument(Annotated[str, OneOf(("this", "that"))], "which one"), "this", (), "which one"),
+        (Argument(Annotated[str, OneOf(("this", "that"))], "which one"), "that", (), "which one; this, that"),
+    ],
+)
+def test_a_comment_states_what_its_file_accepts(argument, value, given, comment):
+    assert argument.comment(value, given, "this") == comment
 
 
 @pytest.mark.parametrize(("text", "message"), [("- a\n- b\n", "must hold a mapping"), ("a: [\n", "not readable YAML")])
