@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli.build import Refused, reason
 from spec_lab.cli.redaction import overrides_of
-from spec_lab.core.options import one_of, whole
+from spec_lab.core.options import brief, one_of, whole
 from spec_lab.results import sweep
 
 SHARED_OVERRIDES, RETRIES = "given", "retries"
@@ -88,11 +88,12 @@ def check(config: DictConfig) -> None:
     whole("hydra.sweeper.n_trials", sweeper.n_trials)
     whole("hydra.sweeper.n_jobs", sweeper.n_jobs)
     if not OmegaConf.is_dict(sweeper.sampler) or "_target_" not in sweeper.sampler:
-        raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {sweeper.sampler!r}")
+        raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {brief(sweeper.sampler)}")
     _sampler(sweeper.sampler, 0)
     one_of("hydra.sweeper.direction", sweeper.direction, ("maximize", "minimize"))
     searched, given = _space(config)
-    objective, task = str(sweeper.objective), OmegaConf.select(config, "task._target_")
+    objective = "null" if sweeper.objective is None else str(sweeper.objective)
+    task = OmegaConf.select(config, "task._target_")
     known = figures() if task == "spec_lab.tasks.benchmark.run" else ()  # the figures of other tasks are not known here
     if known and objective not in known:
         near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
@@ -111,7 +112,7 @@ def check(config: DictConfig) -> None:
             )
     # Checked after objective, which is its default.
     if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
-        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
+        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {brief(sweeper.study_name)}")
     if out.is_dir():
         with _locked(out):
             _check_comparable(_study(config), searched, given)

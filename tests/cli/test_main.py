@@ -281,7 +281,7 @@ def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
         (["peers=3"], "peers ... mapping ... 3"),
         (["+peers.mine=3"], "peers.mine ... _target_ ... 3"),
         (["+arms.mine={depth: 2}"], "arms.mine ... _target_ ... {'depth'"),
-        (["~proposer"], "proposer ... _target_ ... None"),
+        (["~proposer"], "proposer ... _target_ ... null"),
         (
             ["proposer=medusa", "proposer.path=/nowhere"],
             "proposer.path=/nowhere: ... config.json",

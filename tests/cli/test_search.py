@@ -306,7 +306,7 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     [
         (["hydra.sweeper.objective=tokens_per_sec"], "tokens_per_sec ... tokens_per_second"),
         (["hydra.sweeper.objective=speedup"], "speedup ... speedup."),
-        (["hydra.sweeper.objective=null"], "hydra.sweeper.objective=None"),
+        (["hydra.sweeper.objective=null"], "hydra.sweeper.objective=null"),
         (
             ["hydra.sweeper.objective=speedup.mean"],
             "hydra.sweeper.objective=speedup.mean ... baseline=true",
@@ -318,7 +318,7 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
         (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials ... 0"),
         (["hydra.sweeper.n_trials=none"], "hydra.sweeper.n_trials ... 'none'"),
         (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs ... 0"),
-        (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name ... None"),
+        (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name ... null"),
         (["hydra.sweeper.sampler=3"], "hydra.sweeper.sampler ... _target_ ... 3"),
         (["hydra.sweeper.direction=up"], "hydra.sweeper.direction ... maximize, minimize ... 'up'"),
         (["proposer.depth=3"], "range ... choices"),

@@ -280,7 +280,7 @@ REFUSED = {
     "nan": (dflash, lambda c, t: t["fc.weight"].fill_(float("nan")), "'fc.weight' holds NaN"),
     "no drafter": (dflash, lambda c, t: c.pop("dflash_config"), "neither dflash_config .* nor markov_rank"),
     "mask token": (dflash, inner(mask_token_id=VOCABULARY), f"mask_token_id .* 0 to {VOCABULARY - 1}, not"),
-    "no mask token": (dflash, lambda c, t: c["dflash_config"].pop("mask_token_id"), "mask_token_id .*None"),
+    "no mask token": (dflash, lambda c, t: c["dflash_config"].pop("mask_token_id"), "mask_token_id .*null"),
     "taps": (dflash, inner(target_layer_ids=[0, 4]), "names layer 4, but the target .* -1 to 3 can"),
     "taps of text": (dflash, inner(target_layer_ids="all"), "list of layers"),
     "fewer taps": (dflash, inner(target_layer_ids=[1]), r"fc.weight is \[32, 64\], not \[32, 32\]"),
@@ -311,10 +311,10 @@ REFUSED = {
     "an anchor of two minds": (
         dspark,
         outer(sample_from_anchor=False, shift_label=True),
-        "shift_label is True, which contradict",
+        "shift_label is true, which contradict",
     ),
     "another kind": (dflash, inner(projector_type="xpress"), "projector_type 'xpress' is not supported, only 'dflash'"),
-    "causal and not": (dflash, outer(causal=True, is_causal=False), "is_causal is False and causal is True, which"),
+    "causal and not": (dflash, outer(causal=True, is_causal=False), "is_causal is false and causal is true, which"),
     "windows without a size": (dflash, inner(use_swa=True), "sliding_window must be a whole number"),
     "windows by one field only": (
         dflash,
@@ -323,7 +323,7 @@ REFUSED = {
     ),
     "caps": (dflash, inner(final_logit_softcapping=-30.0), "final_logit_softcapping must be a number above 0"),
     "factor": (dflash, inner(output_multiplier=True), "output_multiplier must be a number above 0"),
-    "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is True"),
+    "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is true"),
     "DFlash2": (
         dflash,
         inner(conv_kernel_size=2, selector_rank=256),

@@ -172,7 +172,7 @@ def test_a_checkpoint_names_its_mask_token(target_with_words, truth, tmp_path):
     ({"pard_token": VOCABULARY, "spd_type": "pard2"}, {}, "spd_type .'pard2'."),
     ({"pard_token": VOCABULARY, "pard_taps": [1, 2]}, {}, "pard_taps"),
     ({}, {"mask_token": -1}, "mask_token .*-1"),
-    ({}, {"mask_token": True}, "mask_token .*True"),
+    ({}, {"mask_token": True}, "mask_token .*true"),
     ({}, {"mask_token": 9}, f"1 ids differ .*{VOCABULARY} is None against '<mask>'"),
     ({"pard_token": VOCABULARY}, {"depth": None, "tree": str(VOCABULARY + 1)}, f"vocabulary of {VOCABULARY}"),
     ({"pard_token": VOCABULARY}, {"tree": "2"}, "depth"),

@@ -72,7 +72,7 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
         ({"graphs": 1}, "graphs .*true or false.* 1"),
         ({"graphs": True, "attention": "dense"}, "target.graphs .*target.attention=dense"),
         ({"graphs": True, "device_map": "auto"}, "target.graphs .*target.device_map"),
-        ({"context": True}, "True"),
+        ({"context": True}, "true"),
         ({"path": 5}, "path .*a text"),
         ({"path": "no/such/place/at/all"}, "folder no/such/place/at/all"),
         ({"path": "gpt2"}, "owner/name, .*openai-community/gpt2"),
