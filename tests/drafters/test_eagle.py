@@ -265,7 +265,7 @@ REFUSED = {
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
         "names layer 9, but the target .* 4 layers",
     ),
-    "windows by a flag": (lambda c, t: c.update(use_sliding_window=True), "use_sliding_window is True, and only False"),
+    "windows by a flag": (lambda c, t: c.update(use_sliding_window=True), "use_sliding_window is true, and only false"),
     "no taps": (
         lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}),
         "eagle_config.use_aux_hidden_state is False, and only True",
@@ -274,7 +274,7 @@ REFUSED = {
         lambda c, t: c.update(mask_token_id=3, parallel_drafting=True),
         r"parallel_drafting.*mask_token_id \(3\)",
     ),
-    "interleaved rotation": (lambda c, t: c.update(rope_is_neox_style=False), "rope_is_neox_style is False"),
+    "interleaved rotation": (lambda c, t: c.update(rope_is_neox_style=False), "rope_is_neox_style is false"),
     "unknown field": (lambda c, t: c.update(residual_multiplier=0.2), r"residual_multiplier \(0\.2\)"),
     "eagle_config of text": (lambda c, t: c.update(eagle_config="all"), "eagle_config must be a mapping"),
     "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),

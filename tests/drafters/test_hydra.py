@@ -255,7 +255,7 @@ REFUSED = {
     "names of the other arch": (
         lambda c, t: (t.clear(), t.update(hydra(H, VOCABULARY, layers=4)[1])), "do not fit its config.json",
     ),
-    "unknown fields": (lambda c, t: c.update(gated=True, vocab_size=61, sizes=[1]), r"gated \(True\), sizes \("),
+    "unknown fields": (lambda c, t: c.update(gated=True, vocab_size=61, sizes=[1]), r"gated \(true\), sizes \("),
     "unknown fields of the prefix": (
         lambda c, t: c.update(prefix_layer_config={"hidden_size": H, "model_type": "llama", "qk_scale": 2}), "qk_scale",
     ),
