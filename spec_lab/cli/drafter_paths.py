@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from spec_lab.cli.declarations import declared, package_sources, parts
+from spec_lab.cli.declarations import declared, package_sources, parts, qualified
 from spec_lab.core.options import DrafterPath, WrongOption, bound_of
 from spec_lab.drafters.pairs import check_pair
 from spec_lab.models.configs import ModelSizes, model_sizes
@@ -83,9 +83,10 @@ def _naming(drafter: Named) -> Iterator[None]:
     try:
         yield
     except WrongOption as error:
-        raise WrongOption(f"{part}.{error}") from error
+        raise WrongOption(qualified(str(error), part, drafter.options)) from error
     except (OSError, ValueError) as error:
-        raise type(error)(f"{drafter.option}={drafter.path}: {error}") from error
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{drafter.option}={drafter.path}: {error}") from error
 
 
 def _named(config: DictConfig) -> Iterator[Named]:

@@ -77,6 +77,11 @@ def test_paths_and_revisions_that_are_not_there_are_refused_with_their_option(hu
         (["proposer.path=no/such"], OSError, r"^proposer\.path=no/such: there is no folder no/such, and the hub has"),
         (["proposer.path=some/pickles"], ValueError, r"^proposer\.path=.*spec-lab convert some/pickles OUT"),
         (["proposer.path=some/head", "proposer.revision=v2"], WrongOption, r"^proposer\.revision must be a branch"),
+        (
+            [f"proposer.path={tiny / 'eagle3'}", "proposer.revision=main"],
+            WrongOption,
+            r"^proposer\.revision .*local folder: set proposer\.revision=null",
+        ),
         ([f"proposer.path={tmp_path}"], OSError, r"holds no EAGLE head: config\.json is missing"),
     ):
         with pytest.raises(error, match=message):
