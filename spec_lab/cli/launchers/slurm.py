@@ -179,16 +179,23 @@ class NotRestarted(Passing):
     """The job ran out of time once more than it may be restarted."""
 
 
+class QueuedAgain(BaseException):
+    """The job was queued again and must end. Not a ``SystemExit``: that would be taken for one of a part's code."""
+
+
 def _handle(handler: Callable[..., object], *given: object) -> None:
     """Call a handler of submitit's, whose error, at any place of the job's code, is not that of the part there.
 
     Raises:
         NotRestarted: in place of ``UncompletedJobError``.
+        QueuedAgain: in place of ``SystemExit``.
     """
     try:
         handler(*given)
     except UncompletedJobError as error:
         raise NotRestarted(str(error)) from None
+    except SystemExit:
+        raise QueuedAgain from None
 
 
 class _Again:
@@ -201,7 +208,10 @@ class _Again:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             if callable(handler := signal.getsignal(number)):
                 signal.signal(number, partial(_handle, handler))
-        return self.job()
+        try:
+            return self.job()
+        except QueuedAgain:
+            sys.exit(-1)  # as submitit does
 
     def checkpoint(self) -> Any:
         """Return the submission of a restart: the job resumes from its finished groups."""
