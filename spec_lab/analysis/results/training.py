@@ -20,10 +20,11 @@ SUMMARY = {
 """What is read of ``summary.json``."""
 
 LINE = {
-    "step": int, "seconds": float, "loss": [float], "accepted": [float], "agreed": [float],
+    "step": int, "texts": int, "seconds": float, "loss": [float], "accepted": [float], "agreed": [float],
+    "length_at_1": float, "length_greedy": float,
     "?held_out": {"accepted": [float], "agreed": [float], "accepted_length": float, "agreed_length": float},
 }  # fmt: skip
-"""What is read of a line of ``training/learning.jsonl``."""
+"""A line of ``training/learning.jsonl``, and of the same in ``summary.json``."""
 
 HELD_OUT = (
     "Held-out prompts: the drafter learns nothing from their answers. Accepted: the chance that the drafted token at "

@@ -6,6 +6,7 @@ It requires the extra ``dashboard`` (wandb-workspaces). Only ``save`` requires a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spec_lab.analysis.names import MAIN
@@ -36,8 +37,76 @@ COLUMNS = (
 """Pinned columns of the runs table."""
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A panel of the dashboard.
+
+    Args:
+        kind: "bar" of figures of runs, "line" of their series, "media" or "table".
+        title: its title.
+        keys: what it shows: figures, series of an arm, names of media, or the table.
+        axis: of a line.
+        arms: keys of the arms of a line; empty: every arm's figures have the same names.
+        stacked: whether the series of a line are stacked.
+    """
+
+    kind: str
+    title: str
+    keys: Sequence[str]
+    axis: str = ""
+    arms: Sequence[str] = ()
+    stacked: bool = False
+
+
+def sections(arms: Sequence[str]) -> dict[str, list[Panel]]:
+    """Return the panels of each section, in the order of a run's report.
+
+    Args:
+        arms: keys of the arms shown, the main one first.
+    """
+    main, group, step, train = arms[:1], series.GROUP, series.STEP, series.TRAIN_STEP
+    figures = {name: Panel("media", "figures", [f"figures/{name}"]) for name in FIGURES}
+    tables = {name: Panel("table", name, [f"tables/{name}"]) for name in ("depths", "requests", "steps")}
+    phases = series.SERIES[series.BATCH_STEP]
+    return {
+        "Speed": [
+            Panel("bar", "speed-up (ratio of sums)", ["speedup", "speedup/low", "speedup/high"]),
+            Panel("bar", "tokens/s", ["tokens_per_second", "baseline/tokens_per_second"]),
+            Panel("bar", "seconds to the first token; per output token", ["ttft", "tpot"]),
+            Panel("line", "speed-up by group", ["speedup"], group, arms),
+            Panel("line", "tokens/s by group", ["tokens_per_second"], group, arms),
+            figures["throughput"],
+        ],
+        "Acceptance": [
+            Panel("bar", "tau and expected tau", ["tau", "expected_tau"]),
+            Panel("bar", "acceptance rate", ["acceptance_rate"]),
+            Panel("line", "tau so far", ["tau"], step, arms),
+            Panel("line", "acceptance rate so far", ["acceptance_rate"], step, main),
+            Panel("line", "accepted and expected tokens of a step", ["accepted_tokens", "expected_accepted_tokens"],
+                  step, main),
+            Panel("line", "emitted tokens of a step", ["emitted_tokens"], step, main),
+            figures["acceptance"],
+            tables["depths"],
+        ],
+        "Time": [
+            Panel("bar", "overhead: share of decode time outside module calls", ["overhead", "baseline/overhead"]),
+            *(Panel("line", f"seconds per step by phase: {'proposer' if arm == MAIN else arm}", phases,
+                    series.BATCH_STEP, [arm], stacked=True) for arm in arms),
+            figures["phases"],
+        ],
+        "Outputs": [tables["requests"], tables["steps"], Panel("bar", "repeated 8-grams", ["repeated_8gram_share"])],
+        "Report": [Panel("media", "report", [client.REPORT])],
+        "Training": [
+            Panel("line", "loss", ["train/loss"], train),
+            Panel("line", "acceptance rate of the first draft token", ["train/acceptance_rate/1"], train),
+            Panel("line", "tau of a chain", ["train/tau"], train),
+            Panel("bar", "tau on held-out prompts", ["eval/tau", "eval/expected_tau"]),
+        ],
+    }  # fmt: skip
+
+
 def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
-    """Return the definition: sections in the order of a run's report; runs grouped by ``facts.group``.
+    """Return the definition: ``sections``; runs grouped by ``facts.group``.
 
     Args:
         project: the project whose runs it shows.
@@ -51,79 +120,9 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
         OSError: the extra is not installed.
     """
     try:
-        import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise OSError("the dashboard requires an extra: pip install 'spec-lab[dashboard]'") from error
-
-    def line(title: str, axis: str, *figures: str, of: Sequence[str] = arms, **options: Any) -> Any:
-        known = series.keys(list(of))
-        named = [series.name(arm, figure) for arm in of for figure in figures]
-        shown = [key for key in named if key in known]
-        return panels.LinePlot(title=title, x=axis, y=shown, title_x=AXES[axis], **options)
-
-    def training(title: str, *figures: str) -> Any:
-        axis = series.TRAIN_STEP
-        return panels.LinePlot(title=title, x=axis, y=[f"train/{figure}" for figure in figures], title_x=AXES[axis])
-
-    def bar(title: str, *figures: str) -> Any:
-        return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(figure) for figure in figures])
-
-    def media(title: str, *keys: str) -> Any:
-        return panels.MediaBrowser(title=title, media_keys=list(keys))
-
-    def table(name: str) -> Any:
-        return panels.WeavePanelSummaryTable(table_name=f"tables/{name}")
-
-    acceptance, throughput, phases = (media("figures", f"figures/{figure}") for figure in FIGURES)
-    sections = {
-        "Speed": [
-            bar("speed-up (ratio of sums)", "speedup", "speedup/low", "speedup/high"),
-            bar("tokens/s", "tokens_per_second", "baseline/tokens_per_second"),
-            bar("seconds to the first token; per output token", "ttft", "tpot"),
-            line("speed-up by group", series.GROUP, "speedup"),
-            line("tokens/s by group", series.GROUP, "tokens_per_second"),
-            throughput,
-        ],
-        "Acceptance": [
-            bar("tau and expected tau", "tau", "expected_tau"),
-            bar("acceptance rate", "acceptance_rate"),
-            line("tau so far", series.STEP, "tau"),
-            line("acceptance rate so far", series.STEP, "acceptance_rate", of=arms[:1]),
-            line(
-                "accepted and expected tokens of a step",
-                series.STEP,
-                "accepted_tokens",
-                "expected_accepted_tokens",
-                of=arms[:1],
-            ),
-            line("emitted tokens of a step", series.STEP, "emitted_tokens", of=arms[:1]),
-            acceptance,
-            table("depths"),
-        ],
-        "Time": [
-            bar("overhead: share of decode time outside module calls", "overhead", "baseline/overhead"),
-            *(
-                line(
-                    f"seconds per step by phase: {'proposer' if arm == MAIN else arm}",
-                    series.BATCH_STEP,
-                    *series.SERIES[series.BATCH_STEP],
-                    of=[arm],
-                    plot_type="stacked-area",
-                )
-                for arm in arms
-            ),
-            phases,
-        ],
-        "Outputs": [table("requests"), table("steps"), bar("repeated 8-grams", "repeated_8gram_share")],
-        "Report": [media("report", client.REPORT)],
-        "Training": [
-            training("loss", "loss"),
-            training("acceptance rate of the first draft token", "acceptance_rate/1"),
-            training("tau of a chain", "tau"),
-            bar("tau on held-out prompts", "eval/tau", "eval/expected_tau"),
-        ],
-    }
     return workspaces.Workspace(
         entity=entity,
         project=project,
@@ -131,16 +130,33 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
         sections=[
             workspaces.Section(
                 name=name,
-                panels=shown,
+                panels=[_made(panel) for panel in shown],
                 is_open=True,
                 layout_settings=workspaces.SectionLayoutSettings(columns=1 if name in WIDE else 3, rows=2),
             )
-            for name, shown in sections.items()
+            for name, shown in sections(arms).items()
         ],
         runset_settings=workspaces.RunsetSettings(
             groupby=[workspaces.Metric("Group")], pinned_columns=[nested(column) for column in COLUMNS]
         ),
     )
+
+
+def _made(panel: Panel) -> Any:
+    """Return a panel as wandb-workspaces defines it."""
+    import wandb_workspaces.reports.v2 as panels
+
+    if panel.kind == "bar":
+        return panels.BarPlot(title=panel.title, metrics=[panels.SummaryMetric(key) for key in panel.keys])
+    if panel.kind == "media":
+        return panels.MediaBrowser(title=panel.title, media_keys=list(panel.keys))
+    if panel.kind == "table":
+        return panels.WeavePanelSummaryTable(table_name=panel.keys[0])
+    keys, known = list(panel.keys), series.keys(list(panel.arms))
+    if panel.arms:
+        keys = [name for arm in panel.arms for key in panel.keys if (name := series.name(arm, key)) in known]
+    look = {"plot_type": "stacked-area"} if panel.stacked else {}
+    return panels.LinePlot(title=panel.title, x=panel.axis, y=keys, title_x=AXES[panel.axis], **look)
 
 
 def nested(column: str) -> str:

@@ -18,9 +18,6 @@ from spec_lab.results.manifest import begun, finite, without_groups
 SUMMARIES = ("summary.json", "certificate.json")
 """The summary files of tasks."""
 
-LINE = {"step": int, "loss": [float], "accepted": [float], "agreed": [float], "texts": int, "seconds": float}
-LINE |= {"length_at_1": float, "length_greedy": float}
-
 
 def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> str:
     """Show the run in ``folder`` on Weights & Biases, as a tracked run would: done, interrupted or killed.
@@ -84,6 +81,8 @@ def _learning(folder: Path, summary: Mapping[str, Any] | None) -> list[dict[str,
     Raises:
         Unreadable: it has another shape.
     """
+    from spec_lab.analysis.results.training import LINE  # importing matplotlib is slow
+
     curve = [] if summary is None else summary.get("learning", [])
     try:
         expect({"learning": curve}, {"learning": [LINE]}, "")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import client, series
 from spec_lab.analysis.tracking.client import Mode
 
 
-class Tracker(Protocol):
-    """Receives the progress of a run."""
+class Tracker:
+    """Receives the progress of a run; does nothing with it."""
 
     def start(self, manifest: Mapping[str, Any], out: Path) -> None:
         """Start the run with the contents of its ``manifest.json``."""
@@ -31,26 +31,11 @@ class Tracker(Protocol):
         """Release everything; called last, also after an error."""
 
 
-class Files:
+class Files(Tracker):
     """Writes nothing: a run's own files are enough."""
 
-    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
-        """Do nothing."""
 
-    def group(self, number: int, figures: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def training(self, line: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Wandb:
+class Wandb(Tracker):
     """Shows the run on Weights & Biases: each group's figures as it finishes, and the lines of a learning curve; at the
     end series, tables, figures, the report and the summary (``client.replay``).
 

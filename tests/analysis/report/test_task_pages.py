@@ -96,7 +96,8 @@ def folder_of(folder: Path, task: str, summary: dict | None = None) -> Path:
     if task == TRAIN:
         (folder / "training").mkdir(exist_ok=True)
         held = {"accepted": [0.5, 0.5], "agreed": [0.5, 0.5], "accepted_length": 0.75, "agreed_length": 0.75}
-        line = {"step": 20, "seconds": 60.0, "loss": [2.0, 3.0], "accepted": [0.4, 0.3], "agreed": [0.5, 0.2]}
+        line = {"step": 20, "seconds": 60.0, "loss": [2.0, 3.0], "accepted": [0.4, 0.3], "agreed": [0.5, 0.2],
+                "texts": 160, "length_at_1": 0.52, "length_greedy": 0.6}  # fmt: skip
         lines = [line, line | {"step": 40, "seconds": 120.0, "held_out": held}]
         (folder / "training" / "learning.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if task == SERVE:
