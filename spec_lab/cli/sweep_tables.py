@@ -10,10 +10,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from spec_lab.analysis.console import WIDE, say, show_table
+from spec_lab.analysis.sweep_states import state_table
 from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
-from spec_lab.results.result import Cell, DataTable, number
+from spec_lab.results.result import Cell, DataTable
 
 FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
 """Columns of a sweep's table on the screen."""
@@ -39,18 +40,8 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
 
     console = console or Console(markup=False)
     runs = sweep.runs(folder)
-    label = sweeps.run_labels(runs)
-    rows = []
-    for run in runs:
-        if every or run.state != "done" or run.code:
-            groups = f"{run.groups}/{'?' if run.of is None else run.of}"
-            note = run.error or (f"exit code {run.code}" if run.code else "")
-            if run.unreadable:
-                note = f"unreadable: {run.unreadable}"
-            texts = (label[run.folder.name], run.state, groups, number(run.seconds, ".1f"), note)
-            rows.append([*map(Cell, texts)])
-    columns = [("run", False), ("state", False), ("groups", True), ("seconds", True), ("", False)]
-    show_table("", DataTable(columns, rows), console)
+    shown = [run for run in runs if every or run.state != "done" or run.code]
+    show_table("", state_table(shown, sweeps.run_labels(runs)), console)
     count = {state: sum(run.state == state for run in runs) for state in ("done", "running", "failed", "pending")}
     said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
     say(console, f"{folder}: {said or 'no runs'}", wrap=False)

@@ -13,6 +13,7 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import sweeps
+from spec_lab.analysis.sweep_states import state_table
 from spec_lab.analysis.text import COLUMNS, losslessness
 from spec_lab.core.terminal import short_path
 from spec_lab.results import sweep
@@ -73,7 +74,7 @@ def result(folder: Path) -> Result:
     states = ", ".join(f"{count[state]} {state}" for state in ("done", "running", "failed", "pending") if count[state])
     note = [f"The first {MAX_UNFINISHED} of {len(unfinished)}."] * (len(unfinished) > MAX_UNFINISHED)
     sections = [
-        Section("State", f"{states or 'No runs'}.", _unfinished(unfinished[:MAX_UNFINISHED], names), notes=note),
+        Section("State", f"{states or 'No runs'}.", state_table(unfinished[:MAX_UNFINISHED], names), notes=note),
         *drawings(table, keys),
     ]
     rows = _rows(folder, table, varied, names)
@@ -108,19 +109,6 @@ def drawings(table: pd.DataFrame, keys: Sequence[str]) -> list[Section]:
         missing = f"No two runs with figures differ in {key} alone."
         sections.append(Section(f"By {key}", BY_OPTION, None, drawn, missing=missing))
     return sections
-
-
-def _unfinished(runs: Sequence[sweep.Run], names: Mapping[str, str]) -> DataTable:
-    rows = [
-        [
-            Cell(names[run.folder.name], title=run.folder.name),
-            Cell(run.state, badge=run.state),
-            Cell(f"{run.groups}/{run.of or '?'}"),
-            Cell(run.error),
-        ]
-        for run in runs
-    ]
-    return DataTable([(name, False) for name in ("run", "state", "groups", "error")], rows)
 
 
 def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: Mapping[str, str]) -> DataTable:
