@@ -70,9 +70,9 @@ def _opened(drafter: Named, sizes: ModelSizes | None) -> CheckpointFiles:
             check_pair(kind, fields, sizes)
         return files
     files = CheckpointFiles.open(path, revision)
-    own = model_sizes(path, files.folder)
+    held = model_sizes(path, files.folder)
     if sizes is not None and drafter.options.get("vocabularies", "same") == "same":
-        check_pair(kind, {"vocab_size": own.vocabulary}, sizes)
+        check_pair(kind, {"vocab_size": held.vocabulary}, sizes)
     return files
 
 
