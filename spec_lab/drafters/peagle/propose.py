@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import Shape, upload
-from spec_lab.core.options import OneOf, checked
+from spec_lab.core.options import DrafterPath, Filled, OneOf, checked
 from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -24,6 +24,7 @@ from spec_lab.drafters.features import FeatureReader, FeatureState, observe_feat
 from spec_lab.drafters.peagle.files import read_peagle
 from spec_lab.drafters.peagle.network import PEagle
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.placement import DTYPES
 from spec_lab.models.target import Target
@@ -65,7 +66,8 @@ class PEagleDrafter(FeatureReader):
     @checked
     def load(
         target: Target,
-        path: str,
+        path: Annotated[str, DrafterPath("a P-EAGLE head", ("target_hidden_size", "hidden_size"), converts=False)],
+        revision: Filled | None = None,
         dtype: Annotated[str, OneOf(DTYPES)] | None = None,
         taps: Taps | None = None,
         **options: Unpack[TreeOptions],
@@ -74,7 +76,8 @@ class PEagleDrafter(FeatureReader):
 
         Args:
             target: whose hidden states the head reads.
-            path: folder of a P-EAGLE head, in safetensors.
+            path: folder or hub name of a P-EAGLE head, in safetensors.
+            revision: branch, tag or commit of a hub name; None: main.
             dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
             taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
                 files are read.
@@ -86,6 +89,7 @@ class PEagleDrafter(FeatureReader):
         """
         plan = TreePlan.read(**options)
         own_dtype = None if dtype is None else DTYPES[dtype]
+        path = drafter_folder(path, revision)
         network = read_peagle(path, target, own_dtype, {"taps": taps})
         plan.check_width(network.tokens)
         pack(network)
