@@ -24,7 +24,7 @@ from spec_lab.models.checkpoint import misfits_of, one_line
 from spec_lab.models.services import TargetServices
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 from spec_lab.models.target import Target
-from spec_lab.runners.attention import SPANS, layer_kinds
+from spec_lab.runners.attention import SPANS, AttentionKind, layer_kinds
 
 LAYER_MODULES = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """Modules that a decoder layer must consist of."""
@@ -114,18 +114,14 @@ class DraftLayers(nn.Module):
                 f"sinks, and to consist of {', '.join(LAYER_MODULES)}"
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
-        self.narrow(windows)
+        self.windows = tuple(windows) or (None,) * count
+        for decoder_layer, window in zip(model.layers, self.windows, strict=True):
+            if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
+                decoder_layer.self_attn.sliding_window = window
         for parent in list(model.layers.modules()):
             for name, norm in list(parent.named_children()):
                 if _is_plain_norm(norm):
                     setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon, device="meta"))
-
-    def narrow(self, windows: Sequence[int | None]) -> None:
-        """Set the windows of the layers; empty: none has one."""
-        self.windows = tuple(windows) or (None,) * len(self.layers)
-        for decoder_layer, window in zip(self.layers, self.windows, strict=True):
-            if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
-                decoder_layer.self_attn.sliding_window = window
 
     def widen(self, width: int) -> None:
         """Let queries, keys and values of the first layer read inputs of this width."""
@@ -265,6 +261,8 @@ class DrafterNetwork(nn.Module):
 
     settings: Any
     """Its sizes and kind."""
+    body: DraftLayers
+    """Its decoder layers, where it has any."""
     reading = Reading()
     """How its files were read; empty for a network that was not read from files."""
     _services: TargetServices | None = None
@@ -283,6 +281,11 @@ class DrafterNetwork(nn.Module):
     def layers(self) -> int:
         """The number of layers that the settings state; of Hydra, of each head."""
         return int(self.settings.layers)
+
+    @property
+    def kinds(self) -> dict[int, AttentionKind]:
+        """Of attention, by layer; left out are layers with full attention."""
+        return {layer: AttentionKind(window) for layer, window in enumerate(self.body.windows) if window}
 
 
 N = TypeVar("N", bound=DrafterNetwork)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,9 +114,9 @@ class Fields:
 
     Args:
         what: they describe.
-        read: names of the fields whose values are used or checked.
+        read: names of the fields whose values are used or checked, whatever ``MEANINGS`` and ``IRRELEVANT`` say.
         meanings: as ``MEANINGS``, beside these.
-        irrelevant: as ``IRRELEVANT``, beside these.
+        irrelevant: as ``IRRELEVANT``, beside these, whatever ``MEANINGS`` says.
     """
 
     what: str
@@ -146,14 +146,14 @@ class Fields:
         fields += [(f"{inside}.{name}", name, value) for name, value in (inner or {}).items()]
         problems, unknown, meanings = [], [], {**MEANINGS, **self.meanings}
         for path, name, value in fields:
-            if value is None or name in self.read:
+            if value is None or name in self.read or name in self.irrelevant:
                 continue
             if name in meanings:
                 allowed, why = meanings[name]
                 if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed):
                     only = " or ".join(map(brief, allowed)) or "null"
                     problems.append(f"{path} is {brief(value)}, and only {only} is supported ({why})")
-            elif name not in IRRELEVANT and name not in self.irrelevant:
+            elif name not in IRRELEVANT:
                 unknown.append(f"{path} ({brief(value)})")
         if unknown:
             more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
@@ -170,10 +170,14 @@ LAYER = Fields(
     {*OF_LAYERS, "num_hidden_layers", "max_position_embeddings", "vocab_size", "layer_types"},
 )
 """Fields of a mapping that describes decoder layers."""
+PLAIN_THETA = 10000.0
+"""Base of the rotary embeddings of RoPE's authors, which many classes use where a config states none."""
 MAX_TAPS = 64
 """Maximum number of hidden states of the target that a drafter reads."""
 Taps = Sequence[Annotated[int, Whole(-1)]]
 """An option: the numbers of the hidden states that a drafter reads, in this order."""
+Rope = Literal["neox", "interleaved"]
+Ends = Literal["own", "target"]
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Data types of weights, as safetensors names them."""
 
@@ -233,18 +237,16 @@ class DrafterFiles:
         Returns:
             The value of the option, or else ``value``.
         """
-        others, given = dict(others or {}), self.options.get(convention)
+        others, given = dict(others or {}) if convention in self.options else {}, self.options.get(convention)
         if given is not None:
             others = {f"as without the option ({why})": value} | others
             value, source, why = given, "option", f"proposer.{convention} states it"
         others = {label: other for label, other in others.items() if other != value}
         self.conventions[convention] = Convention(value, source, why, others)
         if source == "guess":
-            log.warning(
-                "%s: %s is read as %s, a guess: %s. If fewer tokens are accepted than its authors report, try %s",
-                self.folder, convention, value, why,
-                " or ".join(f"proposer.{convention}={_written(other)} ({label})" for label, other in others.items()),
-            )  # fmt: skip
+            hints = [f"proposer.{convention}={_written(other)} ({label})" for label, other in others.items()]
+            hint = f". If fewer tokens are accepted than its authors report, try {' or '.join(hints)}" if hints else ""
+            log.warning("%s: %s is read as %s, a guess: %s%s", self.folder, convention, value, why, hint)
         return value
 
     @property
@@ -354,6 +356,7 @@ class DrafterFiles:
         self.whole("num_hidden_layers", 1, config=config)
         check_counts(self.folder, config, len(self.held))
         fields = {name: config[name] for name in OF_LAYERS if name in config}
+        self._choose_rotation(config, fields)
         if fields.get("head_dim") is None and isinstance(heads := config.get("num_attention_heads"), int) and heads:
             fields["head_dim"] = h // heads
         positions = max(self.target.context, 1) if positions is None else positions
@@ -385,6 +388,36 @@ class DrafterFiles:
             raise ValueError(f"{self.file}: use_sliding_window is False, but layer_types has sliding_attention")
         window = self.whole("sliding_window", config=config)
         return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+    def _choose_rotation(self, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+        """Settle how the layers rotate queries and keys, in their ``fields``.
+
+        Sections of ``mrope`` are of images; of text their positions are the same, and it is plain RoPE.
+        """
+        stated, theta = _rope(config), config.get("rope_theta")
+        if stated.get("rope_type", stated.get("type")) == "mrope":
+            theta = stated.get("rope_theta", theta) or PLAIN_THETA
+            fields["rope_scaling"] = fields["rope_parameters"] = None
+            why = "SpecForge has trained heads with rope_scaling of type mrope both with rope_theta and with 10000"
+            source: Source = "file" if theta == PLAIN_THETA else "guess"
+            others = {"as some versions of SpecForge": PLAIN_THETA}
+            fields["rope_theta"] = self.choose("rope_theta", theta, source, why, others)
+        elif "rope_theta" in self.options and (given := self.options["rope_theta"]) is not None:
+            fields["rope_theta"] = self.choose("rope_theta", theta or PLAIN_THETA, "file", "rope_theta of its config")
+            if isinstance(fields.get("rope_parameters"), dict):
+                fields["rope_parameters"] = fields["rope_parameters"] | {"rope_theta": given}
+        if "rope_scaling" not in self.options:
+            return
+        model = getattr(self.target.lm, "hf_model", None)
+        of_target = {} if model is None else dict(getattr(model.config, "rope_parameters", None) or {})
+        scalings = {"without scaling": "none"} if _rope(fields) else {}
+        if _rope({"rope_parameters": of_target}) and _rope({"rope_parameters": of_target}) != _rope(fields):
+            scalings["the target's"] = "target"
+        rope = self.choose("rope_scaling", "own", "file", "rope_scaling of its config", scalings)
+        if rope == "none":
+            fields |= {"rope_scaling": None, "rope_parameters": None}
+        elif rope == "target":
+            fields |= {"rope_scaling": None, "rope_parameters": of_target}
 
     def taps(self, where: str, named: Any, shift: int) -> list[int]:
         """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.
@@ -500,6 +533,14 @@ class DrafterFiles:
 def _written(value: Any) -> str:
     """A value as an option on the command line."""
     return "".join(str(value).split()) if isinstance(value, list) else str(value).lower()
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling of rotary embeddings that a config states, in either of transformers' fields; empty for none."""
+    for stated in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(stated, dict) and stated.get("rope_type", stated.get("type", "default")) != "default":
+            return stated
+    return {}
 
 
 def write_drafter(

@@ -12,7 +12,7 @@ after the pending token. Below it, the network's own outputs stand in for the ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
+from spec_lab.runners.attention import AttentionKind
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
 
@@ -44,6 +45,11 @@ class FeatureNetwork(Protocol):
     @property
     def layers(self) -> int:
         """The number of decoder layers."""
+        ...
+
+    @property
+    def kinds(self) -> Mapping[int, AttentionKind]:
+        """The kinds of the layers without full attention, by layer."""
         ...
 
     @property
@@ -104,7 +110,8 @@ class FeatureDrafter(FeatureReader):
     ) -> None:
         super().__init__(plan, name, Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, plan.computed
-        self.lm: FeatureLM = FeatureLM(network, network.layers, target.lm.device, dtype or target.lm.dtype)
+        own_dtype = dtype or target.lm.dtype
+        self.lm: FeatureLM = FeatureLM(network, network.layers, target.lm.device, own_dtype, kinds=network.kinds)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
         """The same proposer with a random network in the toy's dtype, and another tree. See ``Proposer``."""

@@ -208,7 +208,7 @@ def _filled(pattern: str, values: Mapping[str, Any]) -> str:
 
 def _name(published: str, values: Mapping[str, Any], held: Collection[str]) -> str:
     """The alternative that the file holds; of a missing tensor, the one whose layer the file holds, or the first."""
-    names = {_filled(pattern, values): re.split(r"[{*]", pattern)[0] for pattern in published.split("|")}
+    names = {_filled(pattern, values): _filled(pattern.split("*")[0], values) for pattern in published.split("|")}
     exact = [name for name in names if name in held]
     begun = [name for name, start in names.items() if len(names) > 1 and any(key.startswith(start) for key in held)]
     return [*exact, *begun, *names][0]

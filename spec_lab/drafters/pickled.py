@@ -258,7 +258,7 @@ def layout_of(held: Collection[str]) -> Layout | None:
         return hydra_layout(any(name.startswith(PREFIX) for name in held), grounded)
     if any(MEDUSA.network_name(name) for name in held):
         return MEDUSA
-    if any(name.startswith(("midlayer.", "d2t", "t2d")) for name in held):
+    if any(name.startswith(("midlayer.", "d2t", "t2d")) or name.endswith("hidden_norm.weight") for name in held):
         return EAGLE3
     if "fc.weight" in held:
         return EAGLE
@@ -272,8 +272,8 @@ def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     Raises:
         ValueError: none that is known, or a tensor is missing, surplus or misshapen; names it.
     """
-    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = layout_of(held)
+    held = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in tensors.items()}
+    layout = layout_of(held) if len(held) == len(tensors) else None
     if layout is None:
         examples = brief(", ".join(sorted(held)[:5]) or "none")
         raise ValueError(

@@ -28,6 +28,8 @@ from spec_lab.core.options import brief
 from spec_lab.core.tensors import readable
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MEDUSA = "medusa_lm_head.safetensors"
+"""The name of the weights of Medusa heads in the folders of Medusa's authors."""
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
@@ -218,8 +220,9 @@ def shard_names(folder: Path) -> list[str]:
         OSError: neither ``model.safetensors`` nor its index.
         ValueError: an index that is malformed, or that names anything but safetensors files of this folder.
     """
-    if (folder / SINGLE).exists():
-        return [SINGLE]
+    for name in (SINGLE, MEDUSA):
+        if (folder / name).exists():
+            return [name]
     file = folder / INDEX
     index = read_json(file)
     if index is None:

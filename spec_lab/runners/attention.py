@@ -337,7 +337,7 @@ def cell_attention(
     softmax = Softmax(scaling, softcap, s_aux)
     if isinstance(key, Tensor):
         return text_attention(query, key, value, softmax, AttentionKind(sliding_window, _chunk(module))), None
-    if sliding_window != key.kind.sliding_window:
+    if sliding_window not in (None, key.kind.sliding_window):  # families that pass none use masks alone
         raise NotImplementedError(
             f"its attention uses sliding_window={sliding_window} where {key.kind.sliding_window} is expected"
         )

@@ -33,8 +33,9 @@ class Truth:
         p, top = logits.softmax(-1), logits.argmax(-1)
         if ids is None:
             return Truth(p, top)
-        index = torch.searchsorted(ids, top).clamp_max(len(ids) - 1)
-        return Truth(p[:, ids], torch.where(ids[index] == top, index, -1))
+        index = torch.full((logits.shape[-1],), -1, device=ids.device)
+        index[ids] = torch.arange(len(ids), device=ids.device)
+        return Truth(p[:, ids], index[top])
 
     def __getitem__(self, rows: slice | Tensor) -> Truth:
         return Truth(self.p[rows], self.best[rows])

@@ -44,7 +44,8 @@ def target():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: written(tmp_path_factory.mktemp(name), *head) for name, head in VARIANTS.items()}
+    heads = VARIANTS | {"eagle3-every-flag": speculators(*VARIANTS["eagle3-every-flag"])}  # which tells norm_output
+    return {name: written(tmp_path_factory.mktemp(name), *head) for name, head in heads.items()}
 
 
 def taps_of(config, last):
@@ -205,8 +206,8 @@ def test_an_option_sets_the_taps_and_the_file_s_own_become_another_reading(targe
 
 def test_an_option_for_what_a_file_does_not_have_is_refused(target, tmp_path):
     path = written(tmp_path / "head", *eagle1(H, VOCABULARY))
-    with pytest.raises(ValueError, match="taps sets a convention that an EAGLE head at .* does not have"):
-        eagle.load(target, path, depth=1, taps=[1, 2, 3])
+    with pytest.raises(ValueError, match="d2t sets a convention that an EAGLE head at .* does not have"):
+        eagle.load(target, path, depth=1, d2t="offset")
 
 
 def test_taps_in_another_order_than_the_layers_are_read_in_order_and_logged(target, tmp_path, caplog):
@@ -257,24 +258,21 @@ REFUSED = {
     "misshapen": (lambda c, t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight is \[5\], not \[32\]"),
     "nan": (lambda c, t: t["fc.weight"].fill_(float("nan")), "NaN"),
     "without d2t": (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "no d2t"),
-    "absolute d2t": (lambda c, t: t.update(d2t=torch.tensor(IDS)), "no offset"),
-    "descending d2t": (lambda c, t: t.update(d2t=t["d2t"].flip(0)), "no offset"),
+    "descending d2t": (lambda c, t: t.update(d2t=t["d2t"].flip(0)), "d2t names no tokens"),
     "d2t of floats": (lambda c, t: t.update(d2t=t["d2t"].float()), "whole numbers"),
-    "other t2d": (lambda c, t: t.update(t2d=~t["t2d"]), "no offset"),
+    "other t2d": (lambda c, t: t.update(t2d=~t["t2d"]), "d2t names no tokens"),
     "taps": (
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
         "names layer 9, but the target .* 4 layers",
     ),
-    "windows by a flag": (lambda c, t: c.update(use_sliding_window=True), "use_sliding_window is true, and only false"),
     "no taps": (
         lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}),
-        "eagle_config.use_aux_hidden_state is False, and only True",
+        r"fc.weight is \[32, 96\], not \[32, 32\]",
     ),
     "P-EAGLE": (
         lambda c, t: c.update(mask_token_id=3, parallel_drafting=True),
         r"parallel_drafting.*mask_token_id \(3\)",
     ),
-    "interleaved rotation": (lambda c, t: c.update(rope_is_neox_style=False), "rope_is_neox_style is false"),
     "unknown field": (lambda c, t: c.update(residual_multiplier=0.2), r"residual_multiplier \(0\.2\)"),
     "eagle_config of text": (lambda c, t: c.update(eagle_config="all"), "eagle_config must be a mapping"),
     "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
@@ -295,14 +293,18 @@ REFUSED = {
         lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
         "'fc.weight' has data type F8_E4M3",
     ),
-    "windows": (lambda c, t: c.update(layer_types=["sliding_attention"]), "layer_types must be full_attention"),
-    "windows of a family": (lambda c, t: c.update(model_type="mistral", sliding_window=8), "full attention"),
+    "windows": (lambda c, t: c.update(layer_types=["sliding_attention"]), "sliding_window must be a whole number"),
+    "chunks": (lambda c, t: c.update(layer_types=["chunked_attention"]), "layer_types must name one of"),
+    "windows of a family": (
+        lambda c, t: c.update(model_type="mistral", sliding_window=8, architectures=["Eagle3"]),
+        "full attention",
+    ),
     "endless rotary embedding": (lambda c, t: c.update(head_dim=2**31), "rotary embedding"),
     "flag": (lambda c, t: c.update(norm_before_residual="yes"), "norm_before_residual must be true or false"),
     "unread flag": (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
     "layers": (lambda c, t: c.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
     "size": (lambda c, t: c.update(hidden_size="wide"), "hidden_size must be a whole number"),
-    "family": (lambda c, t: c.update(model_type="mamba"), "mamba"),
+    "family": (lambda c, t: c.update(model_type="mamba", architectures=["Eagle3"]), "mamba"),
     "other speculator": (lambda c, t: c.update(speculators_model_type="mlp"), "'mlp' is not supported"),
     "no head": (lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "no EAGLE head"),
 }

@@ -63,9 +63,9 @@ def reference(name, target, text, path):
     masks = w["mask_hidden"][0].expand(len(path), -1)
     taps = [torch.cat([states[tap][0], mask]) for tap, mask in zip((1, 2, 2), masks.split(H, 1), strict=True)]
     tokens = torch.tensor([*text[1:], *[59] * len(path)])
-    windows = [5, None] if name == "windows" else [None] * 4
+    windows = {"midlayer": 5} if name == "windows" else {}
     features = oracle.eagle3_features(w, taps, flags)
-    _, logits = oracle.eagle3(w, None, tokens, features, SIZES, flags, windows)
+    _, logits = oracle.eagle3(w, None, tokens, features, SIZES, flags, windows=windows)
     return torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, torch.tensor(IDS), logits[-1])
 
 

@@ -40,7 +40,8 @@ def folders(tmp_path_factory):
     made = {}
     for name, (config, tensors) in VARIANTS.items():
         clones = {key: tensor.clone() for key, tensor in tensors.items()}
-        made[name] = written(tmp_path_factory.mktemp(name), config, clones)
+        file = "medusa_lm_head.safetensors" if name == "authors" else "model.safetensors"
+        made[name] = written(tmp_path_factory.mktemp(name), config, clones, file)
     return made
 
 

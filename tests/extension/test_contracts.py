@@ -97,7 +97,7 @@ def eagle3_tree(target):
 
 
 def eagle3_reranked(target):
-    settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, norm_output=True)
+    settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, norm_output="feedback")
     return eagle(settings, target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 2, rerank=True)))
 
 

@@ -12,31 +12,35 @@ def rms(x, weight, epsilon=1e-6):
     return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
 
-def rotated(x, positions, theta=10000.0):  # [heads, n, d]
+def rotated(x, positions, theta=10000.0, neighbours=False):  # [heads, n, d]
+    """Rotary embedding of numbers i and i + d / 2, or of neighbours."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+    first, second = (x[..., ::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
+    both = first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()
+    return torch.stack(both, -1).flatten(-2) if neighbours else torch.cat(both, -1)
 
 
-def attention(w, name, x, heads, shared, dim, window=None):
-    """Causal self-attention over inputs ``[n, X]`` at positions 0 to n - 1, to those less than ``window`` before."""
+def attention(w, name, x, heads, shared, dim, theta=10000.0, neighbours=False, windows=None):
+    """Causal self-attention over inputs ``[n, X]`` at positions 0 to n - 1.
+
+    ``windows`` are positions that a query attends to, by name of the layer.
+    """
     n = len(x)
 
     def split(kind, count):
-        y = x @ w[f"{name}.self_attn.{kind}_proj.weight"].T
+        y = x @ w[f"{name}.self_attn.{kind}_proj.weight"].T + w.get(f"{name}.self_attn.{kind}_proj.bias", 0)
         y = y.view(n, count, dim)
         if f"{name}.self_attn.{kind}_norm.weight" in w:
             y = rms(y, w[f"{name}.self_attn.{kind}_norm.weight"])
         return y.transpose(0, 1)
 
     positions = torch.arange(n, dtype=torch.float64)
-    q, k = rotated(split("q", heads), positions), rotated(split("k", shared), positions)
+    q, k = (rotated(split(kind, count), positions, theta, neighbours) for kind, count in (("q", heads), ("k", shared)))
     k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, split("v", shared)))
     scores = q @ k.transpose(1, 2) / math.sqrt(dim)
-    scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf)
-    if window is not None:
-        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).tril(-window), -math.inf)
+    distance = positions[:, None] - positions
+    scores = scores.masked_fill((distance < 0) | (distance >= (windows or {}).get(name, n)), -math.inf)
     mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, heads * dim)
     return mixed @ w[f"{name}.self_attn.o_proj.weight"].T
 
@@ -67,21 +71,21 @@ def eagle3_features(w, taps, flags=()):
     x = torch.cat(taps, -1)
     if "norm_before_fc" in flags:
         x = rms(x, w["input_norm.weight"])
-    return x @ w["fc.weight"].T
+    return x @ w["fc.weight"].T + w.get("fc.bias", 0) if "fc.weight" in w else x
 
 
-def eagle3(w, embedding, tokens, features, sizes, flags=(), windows=(None,) * 9):
-    """What is fed back ``[n, H]``, and logits over the draft vocabulary ``[n, W]``."""
+def eagle3(w, embedding, tokens, features, sizes, flags=(), **how):
+    """What is fed back ``[n, H]``, and logits over the draft vocabulary ``[n, W]``; ``how``: of ``attention``."""
     embedding = w.get("embed_tokens.weight", embedding)
     normed = rms(features, w["midlayer.hidden_norm.weight"])
     both = torch.cat([rms(embedding[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)
-    x = (normed if "norm_before_residual" in flags else features) + attention(w, "midlayer", both, *sizes, windows[0])
+    x = (normed if "norm_before_residual" in flags else features) + attention(w, "midlayer", both, *sizes, **how)
     x = x + mlp(w, "midlayer", x)
     layer = 1
     while f"layers.{layer}.self_attn.q_proj.weight" in w:
         name = f"layers.{layer}"
-        x = x + attention(w, name, rms(x, w[f"{name}.input_layernorm.weight"]), *sizes, windows[layer])
+        x = x + attention(w, name, rms(x, w[f"{name}.input_layernorm.weight"]), *sizes, **how)
         x = x + mlp(w, name, x)
         layer += 1
-    final = rms(x, w["norm.weight"])
+    final = x if "raw_output" in flags else rms(x, w["norm.weight"])
     return (final if "norm_output" in flags else x), final @ w["lm_head.weight"].T

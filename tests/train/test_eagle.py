@@ -66,10 +66,12 @@ def outputs(network, batch, unrolls):
     return [(states, drafts.logits(0, states)) for states in drafts.states(batch.ids, hidden, EMBEDDING[batch.ids])]
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "norm_output": True}, {"layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_before_residual": True, "norm_output": "feedback"}, {"layers": 2}], ids=str
+)
 def test_each_unroll_is_a_draft_after_its_column(changes):
     network, batch, unrolls = eagle3(**changes), text(), 4
-    w, flags = published(network), [name for name, value in changes.items() if value is True]
+    w, flags = published(network), [name for name, value in changes.items() if value in (True, "feedback")]
     drafted = outputs(network, batch, unrolls)
     for row in range(B):
         every = oracle.eagle3_features(w, list(batch.hidden[row].split(H, -1)), flags)

@@ -10,7 +10,7 @@ The fields of a drafter stand at the top level of the config (DeepSpec) or in it
 ModelOpt). Which kind it is, is told by ``projector_type``, else by the class in ``architectures``, else by
 ``markov_rank``. In the format of speculators ``speculators_model_type`` tells, ``transformer_layer_config`` describes
 the layers, and taps are numbers of hidden states, in ``aux_hidden_state_layer_ids``. An LM head for a smaller
-vocabulary has ``d2t`` (``drafters.eagle.files``).
+vocabulary has ``d2t`` (``drafters.eagle.conventions``).
 
 - DFlash: ``block_size``, ``mask_token_id`` and ``target_layer_ids``; perhaps ``output_multiplier`` of the logits, which
   ``final_logit_softcapping`` then caps, and ``input_embedding_scale``. Row i of a block predicts the token at its own
@@ -33,7 +33,7 @@ from spec_lab.drafters.block.heads import HeadKind, HeadSettings
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings
-from spec_lab.drafters.eagle.files import draft_tokens
+from spec_lab.drafters.eagle.conventions import draft_tokens
 from spec_lab.drafters.layouts import Entry, Layout
 from spec_lab.models.target import Target
 

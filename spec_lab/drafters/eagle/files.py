@@ -6,37 +6,53 @@ are EAGLE-3 as its authors, SpecForge and SGLang write it; ``fc.weight`` and ``l
 
 Names and conventions that differ, and what they become here:
 
-- ``midlayer.*`` is layer 0; so is ``transformer.*`` of speculators' EAGLE-1, where ``fc`` is ``fusion_fc``.
-- ``d2t`` is an offset: draft token i is the target's token i + d2t[i]. ``t2d`` marks these tokens.
+- ``midlayer.*`` is layer 0, and so is ``midlayer.0.*``; so is ``transformer.*`` of speculators' EAGLE-1, where ``fc``
+  is ``fusion_fc``. A prefix ``model.`` is left out.
+- The layers of architectures named ``LlamaForCausalLMEagle..`` are Llama's whatever ``model_type`` is, which often is
+  the target's. Which biases and norms of queries and keys they have, the tensors tell.
+- ``d2t`` is an offset: draft token i is the target's token i + d2t[i], in any order. ``t2d`` marks these tokens. Where
+  this gives no such tokens and the numbers themselves do, they are taken (``proposer.d2t``).
 - Taps: ``eagle_aux_hidden_state_layer_ids`` at the top level are numbers of hidden states (number i is the input of
   layer i); inside ``eagle_config`` they are numbers of layers whose outputs are read, which is one less, unless L, the
   number of the target's layers, is among them. Without either they are hidden states 2, L // 2 and L - 3. They are read
   in the order of the layers, whatever the order of the list: so do engines, which collect them as the layers run.
-  ``proposer.taps`` sets them.
+  ``proposer.taps`` sets them. With ``use_aux_hidden_state`` false there are none, and the last state is the feature.
+- ``norm_output``: speculators feed the normed state back. SpecForge did not until its pull request 879: true was
+  "plain", false "raw" (``eagle.network``). Heads with the prefix ``model.`` are of tools that do as speculators.
 - Fields that may change what is computed, and are not read, are refused by name (``FIRST``, ``THIRD``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from spec_lab.core.options import brief
-from spec_lab.core.reading import Source
-from spec_lab.core.tensors import readable
+from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings, write_drafter
+from spec_lab.drafters.eagle.conventions import (
+    TABLES,
+    TAPS,
+    choose_ends,
+    choose_layer,
+    choose_norm_output,
+    choose_residual,
+    choose_taps,
+    draft_tokens,
+    is_llama,
+    reads_taps,
+    stating,
+    unused_ends,
+)
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
-from spec_lab.models.checkpoint import weight_files
 from spec_lab.models.target import Target
 
-TAPS = "eagle_aux_hidden_state_layer_ids"
-TABLES = ("d2t", "t2d")
 FORMAT_VERSION = "0.3.0"
 
 EAGLE = Layout("EAGLE", (
@@ -47,12 +63,13 @@ EAGLE = Layout("EAGLE", (
     Entry("layers.{l+1}.*", "body.layers.{l+1}.*", decoder_layer()),
 ))  # fmt: skip
 """The layout of EAGLE-1 and EAGLE-2, and of EAGLE-1 in the format of speculators."""
-FIRST_LAYER = "layers.0.{0}|midlayer.{0}|transformer.{0}"
+FIRST_LAYER = "layers.0.{0}|midlayer.0.{0}|midlayer.{0}|transformer.{0}"
 EAGLE3 = Layout("EAGLE-3", (
-    Entry("fc.weight", "fc.weight", "H R"),
+    Entry("layers.{l+1}.*|midlayer.{l+1}.*", "body.layers.{l+1}.*", decoder_layer()),
+    Entry("fc.weight", "fc.weight", "?H R"),
+    Entry("fc.bias", "fc.bias", "?H"),
     Entry(FIRST_LAYER.format("hidden_norm.weight"), "hidden_norm.weight", "H"),
     Entry(FIRST_LAYER.format("*"), "body.layers.0.*", decoder_layer("2H")),
-    Entry("layers.{l+1}.*", "body.layers.{l+1}.*", decoder_layer()),
     Entry("norm.weight", "norm.weight", "H"),
     Entry("input_norm.weight", "input_norm.weight", "?R"),
     Entry("fc_norm.{t}.weight", "fc_norm.{t}.weight", "?F"),
@@ -64,23 +81,40 @@ EAGLE3 = Layout("EAGLE-3", (
 """The layout of EAGLE-3 of its authors, SpecForge and SGLang (midlayer), and of speculators (layers.0)."""
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-WINDOWS = ("sliding_window", "use_sliding_window")
-"""Fields of families whose layers have windows unless they are null: those layers are refused (``DraftLayers``)."""
+OPTIONS = (
+    "taps", "d2t", "window", "rope", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "embedding",
+    "lm_head",
+)  # fmt: skip
+"""The conventions of a head (``core.reading``), which are options of the proposer."""
+LAYERS = {
+    *LAYER.read, "sliding_window", "use_sliding_window", "max_window_layers", "rope_is_neox_style", "is_neox_style",
+    "original_max_position_embeddings",
+}  # fmt: skip
 OF_THIRD = (False,), "it is a part of EAGLE-3, but the files hold an EAGLE-1 or EAGLE-2 head"
 HEADS: Meanings = {
     "use_mtp_layernorm": ((False,), "norms of the inputs are not supported"),
     "parallel_draft_step": ((1,), "further heads of the same step are not supported"),
     "parallel_drafting": ((False,), "it is a P-EAGLE head: choose proposer=peagle"),
 }
-NOT_READ = {
-    "has_lm_head": "the tensors of the files tell",
-    "parallel_draft_heads_num_layers": "concerns further heads, which are refused",
-}
+TOLD = dict.fromkeys(
+    ("has_lm_head", "reuse_target_lm_head", "qkv_bias", "use_qk_norm"), "the tensors of the files tell"
+)
+NOT_READ = TOLD | {"parallel_draft_heads_num_layers": "concerns further heads, which are refused"}
+OTHER_LAYERS = dict.fromkeys(
+    (
+        "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token", "moe_intermediate_size",
+        "norm_topk_prob", "swiglu_limit", "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",
+        "hidden_activation", "router_aux_loss_coef", "output_router_logits", "embd_pdrop", "resid_pdrop",
+        "use_bidirectional_attention", "mlp_only_layers", "initial_context_length",
+    ),
+    "describes layers of the target's family, and those of this architecture are Llama's",
+)  # fmt: skip
+"""Fields that a config may have kept of the target's where its layers are Llama's."""
 FIRST = Fields(
     "an EAGLE head",
-    {*LAYER.read, "bias"},
+    {*LAYERS, "bias", "use_aux_hidden_state"},
     {
-        **HEADS, **dict.fromkeys((*FLAGS, "use_aux_hidden_state"), OF_THIRD),
+        **HEADS, **dict.fromkeys(FLAGS, OF_THIRD),
         "use_input_layernorm_in_first_layer": ((False,), "a norm before the first layer is not supported"),
         "use_last_layernorm": ((False,), "a norm after the last layer is not supported"),
     },
@@ -89,15 +123,14 @@ FIRST = Fields(
 """Fields of EAGLE-1 and EAGLE-2, in the config and in its ``eagle_config``."""
 THIRD = Fields(
     "an EAGLE-3 head",
-    {*LAYER.read, *FLAGS, TAPS, "draft_vocab_size", "target_hidden_size"},
+    {*LAYERS, *FLAGS, TAPS, "draft_vocab_size", "target_hidden_size", "use_aux_hidden_state"},
     {
-        **HEADS, "bias": ((False,), "a bias of fc is not supported"),
-        "use_aux_hidden_state": ((True,), "heads that read the last hidden state in place of taps are not supported"),
+        **HEADS, "additional_fc": ((False,), "a second fc is not supported"),
         "use_input_layernorm_in_first_layer": ((True,), "a first layer without a norm is not supported"),
         "use_last_layernorm": ((True,), "an LM head without a norm before it is not supported"),
         "next_layer_regular": ((True,), "further layers that read the embedding are not supported"),
     },
-    NOT_READ,
+    NOT_READ | {"bias": "the tensors of the files tell"},
 )  # fmt: skip
 """Fields of EAGLE-3, in the config and in its ``eagle_config``."""
 SPECULATORS = Fields(
@@ -132,57 +165,48 @@ def read_eagle(
             surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
             vocabulary or hidden states that the target does not have.
     """
-    with DrafterFiles.open(path, "an EAGLE head", target, options=options) as files:
-        settings = eagle_settings(files)
+    given = dict.fromkeys(OPTIONS) | dict(options or {})
+    with DrafterFiles.open(path, "an EAGLE head", target, options=given) as opened:
+        files, prefixed = unprefixed(opened)
+        settings, interleaved = eagle_settings(files, prefixed)
+        network: Network
         if isinstance(settings, EagleSettings):
-            return files.read(EAGLE, lambda: Eagle(settings), dtype)
-        network = files.read(EAGLE3, lambda: Eagle3(settings), dtype)
-        network.ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size).to(target.lm.device)
+            network = files.read(EAGLE, lambda: Eagle(settings), dtype)
+        else:
+            ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size)
+            held = {name: tensor for name, tensor in files.held.items() if name not in unused_ends(files)}
+            network = replace(files, held=held).read(EAGLE3, lambda: Eagle3(settings), dtype)
+            network.ids = ids.to(target.lm.device)
+        if interleaved:
+            read_interleaved(network.body)
         return network
 
 
-def draft_tokens(files: DrafterFiles, v: int, w: int | None) -> Tensor:  # [W]
-    """The target's number of each draft token, from ``d2t`` and ``t2d``.
-
-    Args:
-        files: of the drafter.
-        v: V, the target's vocabulary.
-        w: W, that of the drafter's own LM head; None: it has none.
+def unprefixed(files: DrafterFiles) -> tuple[DrafterFiles, bool]:
+    """Return the files with names of tensors without "model.", and whether any had this prefix.
 
     Raises:
-        ValueError: a smaller vocabulary without ``d2t``; tables of other shapes; a ``d2t`` that is no offset.
+        ValueError: two tensors have one name then.
     """
-    tables = {name: files.held[name][:] for name in TABLES if name in files.held}
-    if w is None:
-        return torch.arange(0)
-    if "d2t" not in tables:
-        if w == v:
-            return torch.arange(w)
-        raise ValueError(
-            f"{files.folder} drafts {w} of the target's {v} tokens, but holds no d2t that states which: the head was "
-            "saved without it and would draft wrong tokens; export it again"
-        )
-    d2t, t2d = tables["d2t"], tables.get("t2d")
-    if d2t.shape != (w,) or d2t.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{files.folder}: d2t must hold {w} whole numbers, not {list(d2t.shape)} of {d2t.dtype}")
-    ids = torch.arange(w) + d2t
-    fine = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < v
-    if fine and t2d is not None:
-        fine = t2d.shape == (v,) and bool(torch.equal(t2d.bool().nonzero()[:, 0], ids))
-    if not fine:
-        raise ValueError(
-            f"{files.folder}: d2t is no offset: draft token i is the target's token i + d2t[i], which must ascend, lie "
-            f"below {v} and be the tokens that t2d marks"
-        )
-    return ids
+    held = {name.removeprefix("model."): tensor for name, tensor in files.held.items()}
+    if len(held) < len(files.held):
+        twice = min(name for name in held if {name, f"model.{name}"} <= files.held.keys())
+        raise ValueError(f"{files.folder} holds both {brief(twice)} and {brief(f'model.{twice}')}: remove one")
+    return replace(files, held=held), held.keys() != files.held.keys()
 
 
-def eagle_settings(files: DrafterFiles, parallel: Collection[str] = ()) -> EagleSettings | Eagle3Settings:
-    """Return the settings of the head. Errors as of ``read_eagle``.
+def eagle_settings(
+    files: DrafterFiles, prefixed: bool, parallel: Collection[str] = ()
+) -> tuple[EagleSettings | Eagle3Settings, bool]:
+    """Return the settings of the head, and whether its rotary embedding turns neighbours.
 
     Args:
         files: of the head.
+        prefixed: whether its tensors began with "model.".
         parallel: of a P-EAGLE head, the names of further fields that are read.
+
+    Raises:
+        ValueError: as of ``read_eagle``.
     """
     config, shapes, target = files.config, files.shapes, files.target
     kind = config.get("speculators_model_type")
@@ -193,28 +217,33 @@ def eagle_settings(files: DrafterFiles, parallel: Collection[str] = ()) -> Eagle
         raise ValueError(f"{files.file}: speculators_model_type {brief(kind)} is not supported: choose {known}")
     if not isinstance(layer, dict):
         raise ValueError(f"{files.file}: transformer_layer_config must be a mapping, not {brief(layer)}")
-    third = bool(parallel) or kind == "eagle3" or any(name.startswith("midlayer.") or name in TABLES for name in shapes)
+    third = (
+        bool(parallel)
+        or kind == "eagle3"
+        or any(name.startswith("midlayer.") or name in TABLES or name.endswith("hidden_norm.weight") for name in shapes)
+    )
     files.expect(third or bool({"fc.weight", "fusion_fc.weight"} & shapes.keys()), "fc.weight")
-    fields = files.layer_fields(layer, windows=bool(parallel))
-    if not parallel:
-        fields |= {name: layer[name] for name in WINDOWS if name in layer}
+    fields, windows, interleaved = choose_layer(files, layer)
     if layer is config:
-        (THIRD if third else FIRST).reading(parallel).check(files.file, config, "eagle_config")
+        table = THIRD if third else FIRST
+        if is_llama(config):
+            table = replace(table, irrelevant={**table.irrelevant, **OTHER_LAYERS})
+        table.reading(parallel).check(files.file, config, "eagle_config")
     else:
         SPECULATORS.reading(parallel).check(files.file, config)
-        LAYER.reading(parallel).check(files.file, layer)
+        replace(LAYER, read=LAYERS, irrelevant=TOLD).reading(parallel).check(files.file, layer)
     h, layers = layer["hidden_size"], files.whole("num_hidden_layers", 1, config=layer)
     v, wide = target.vocabulary, target.services.hidden_size
     files.check_target(vocabulary=layer.get("vocab_size"))
-    fields["model_type"] = layer.get("model_type", "llama")
-    if fields["model_type"] == "llama" and any(name.endswith("self_attn.q_norm.weight") for name in shapes):
-        fields["model_type"] = "qwen3"  # Llama's layers with norms of queries and keys, as DeepSpec writes them
     if not third:
         files.check_target(h)
         if kind == "eagle" and files.flag("layernorms"):
             raise ValueError(f"{files.file}: layernorms=true is not supported: choose a head without further norms")
-        bias = files.flag("fusion_bias") if kind == "eagle" else files.flag("bias", True)
-        return EagleSettings(fields, h, v, layers, bias)
+        bias = bool({"fc.bias", "fusion_fc.bias"} & shapes.keys())
+        if files.flag("fusion_bias" if kind == "eagle" else "bias") and not bias:
+            raise ValueError(f"{files.folder} holds no fc.bias, but config.json states that there is one")
+        taps = files.choose_taps([-1], "default", "EAGLE-1 reads the state after the final norm")
+        return EagleSettings(fields, h, v, layers, bias, taps, windows), interleaved
     files.check_target(files.whole("target_hidden_size", h))
     w = config.get("draft_vocab_size")
     if w is None and shapes.get("lm_head.weight"):
@@ -223,53 +252,14 @@ def eagle_settings(files: DrafterFiles, parallel: Collection[str] = ()) -> Eagle
         raise ValueError(
             f"{files.file}: draft_vocab_size must lie between 1 and the target's {v} tokens, not {brief(w)}"
         )
-    own_embedding = "embed_tokens.weight" in shapes
-    for name, lacks in (("lm_head.weight", w is None), ("embed_tokens.weight", not own_embedding)):
-        if lacks and h != wide:
-            raise ValueError(f"{files.folder} holds no {name}, and the target's has hidden size {wide}, not {h}")
-    inner = config.get("eagle_config") or {}  # where NVIDIA's exporter writes flags
-    flags = {name: files.flag(name, config=inner if config.get(name) is None else config) for name in FLAGS}
-    taps = _taps(files, max(1, (shapes.get("fc.weight") or [3 * wide])[-1] // wide))
-    return Eagle3Settings(fields, h, wide, v, taps, w, layers, **flags, own_embedding=own_embedding)
-
-
-def _taps(files: DrafterFiles, count: int) -> tuple[int, ...]:
-    """The numbers of the hidden states that the head reads.
-
-    Args:
-        files: of the head.
-        count: how many ``fc`` reads.
-    """
-    config, last = files.config, files.target.lm.capabilities.hidden_layers
-    named, shift, where = config.get(TAPS), 0, TAPS
-    if not named and config.get("eagle_config"):
-        named, shift, where = config["eagle_config"].get(TAPS), 1, f"eagle_config.{TAPS}"
-    if not named:
-        usual = (2, last // 2, last - 3)
-        spread = [round(1 + i * (last - 4) / max(1, count - 1)) + 1 for i in range(count)]
-        taps = sorted(max(0, min(tap, last)) for tap in (usual if count == len(usual) else spread))
-        why = f"{where} names none" + "; these are EAGLE-3's own" * (count == len(usual))
-        return files.choose_taps(taps, "guess", why, {"spread over the layers": spread})
-    source: Source = "guess" if shift else "file"
-    why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
-    if shift and isinstance(named, list) and last in named:
-        source, shift, why = "file", 0, f"{where} is {brief(named)}, where {last} can only be the number of a state"
-    listed = files.taps(where, named, shift)
-    taps = sorted(listed)
-    if taps == listed:
-        return files.choose_taps(taps, source, why)
-    if _is_of_training(files.folder):
-        why += ", in the order in which this package trained the head"
-        return files.choose_taps(listed, "guess", why, {"in the order of the layers": taps})
-    why += ", and engines read taps in the order of the layers"
-    return files.choose_taps(taps, "guess", why, {"in the order of the list": listed})
-
-
-def _is_of_training(folder: Path) -> bool:
-    """Return whether ``task=train`` wrote a head: its facts are the metadata of the weights (``write_eagle3``)."""
-    file = weight_files(folder)[0]
-    with readable([file]), safe_open(file, framework="pt") as opened:
-        return {"target_sha256", "method", "seed"} <= (opened.metadata() or {}).keys()
+    w, own_embedding = choose_ends(files, w, h)
+    flags = {name: files.flag(name, config=stating(files, name)) for name in ("norm_before_fc", "fc_norm")}
+    settings = Eagle3Settings(
+        fields, h, wide, v, choose_taps(files), w, layers, choose_residual(files), **flags,
+        norm_output=choose_norm_output(files, prefixed), own_embedding=own_embedding, windows=windows,
+        fc=reads_taps(files) or "fc.weight" in shapes, fc_bias="fc.bias" in shapes,
+    )  # fmt: skip
+    return settings, interleaved
 
 
 def write_eagle3(
@@ -307,7 +297,8 @@ def write_eagle3(
         "draft_vocab_size": settings.draft_vocab_size,
         "target_hidden_size": settings.target_hidden_size,
         TAPS: list(settings.taps),
-        **{name: getattr(settings, name) for name in FLAGS},
+        **{name: getattr(settings, name) for name in FLAGS[:3]},
+        "norm_output": settings.norm_output == "feedback",
     }
     return write_drafter(folder, config, tensors, facts, dtype)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from spec_lab.drafters.draft_layers import (
 )
 from spec_lab.models.target import Target
 
+NormOutput = Literal["plain", "feedback", "raw"]
+
 
 @dataclass(frozen=True)
 class EagleSettings:
@@ -39,6 +41,8 @@ class EagleSettings:
         vocab_size: V.
         layers: number of decoder layers; the first has no norm before attention.
         bias: whether ``fc`` has a bias.
+        taps: the number of the hidden state that is read.
+        windows: W of each layer, None of one with full attention; empty: none has a window.
     """
 
     layer: Mapping[str, Any]
@@ -46,6 +50,8 @@ class EagleSettings:
     vocab_size: int
     layers: int = 1
     bias: bool = True
+    taps: tuple[int, ...] = (-1,)
+    windows: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,12 @@ class Eagle3Settings:
         norm_before_residual: whether the residual connection starts from the normed features.
         norm_before_fc: whether the concatenated taps are normed.
         fc_norm: whether each tap is normed.
-        norm_output: whether the features fed back are those after the final norm (EAGLE-3.1).
+        norm_output: what the final norm is for: "plain", the LM head reads the normed state and the state before is fed
+            back (EAGLE-3); "feedback", the normed state is read and fed back (EAGLE-3.1); "raw", it is not applied.
         own_embedding: whether the head has an embedding of its own.
+        windows: W of each layer, None of one with full attention; empty: none has a window.
+        fc: whether ``fc`` makes the features; False: they are the one tap.
+        fc_bias: whether ``fc`` has a bias.
     """
 
     layer: Mapping[str, Any]
@@ -77,8 +87,11 @@ class Eagle3Settings:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
-    norm_output: bool = False
+    norm_output: NormOutput = "plain"
     own_embedding: bool = False
+    windows: tuple[int | None, ...] = ()
+    fc: bool = True
+    fc_bias: bool = False
 
 
 class Eagle(DrafterNetwork):
@@ -88,13 +101,12 @@ class Eagle(DrafterNetwork):
     the layers is f_{j+1} as the drafter predicts it, and the target's LM head reads it.
     """
 
-    hidden = (-1,)
     name = "eagle"
 
     def __init__(self, settings: EagleSettings) -> None:
         super().__init__()
-        self.settings = settings
-        self.body = DraftLayers(settings.layer, settings.layers)
+        self.settings, self.hidden = settings, settings.taps
+        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows)
         self.body.layers[0].input_layernorm = nn.Identity()
         self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size, settings.bias, device="meta")
 
@@ -126,7 +138,10 @@ class Eagle(DrafterNetwork):
     def toy(self, target: Target) -> Eagle:
         """The same kind of network with random weights, in the sizes of another target."""
         h = target.services.hidden_size
-        settings = replace(self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary)
+        settings = replace(
+            self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary,
+            windows=tuple(window and 2 for window in self.settings.windows),
+        )  # fmt: skip
         return random_network(Eagle(settings), target)
 
 
@@ -140,18 +155,18 @@ class Eagle3(DrafterNetwork):
 
     name = "eagle3"
     ids: Tensor
-    """``[W]`` the target's number of each draft token, ascending."""
+    """``[W]`` the target's number of each draft token."""
 
     def __init__(self, settings: Eagle3Settings) -> None:
         super().__init__()
         self.settings = settings
         h, wide = settings.hidden_size, len(settings.taps) * settings.target_hidden_size
         self.hidden = settings.taps
-        self.body = DraftLayers(settings.layer, settings.layers)
+        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows)
         self.body.widen(2 * h)
         self.hidden_norm = rms_norm(h, self.body)
         self.norm = rms_norm(h, self.body)
-        self.fc = nn.Linear(wide, h, bias=False, device="meta")
+        self.fc = nn.Linear(wide, h, settings.fc_bias, device="meta") if settings.fc else None
         self.input_norm = rms_norm(wide, self.body) if settings.norm_before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if settings.fc_norm:
@@ -170,14 +185,13 @@ class Eagle3(DrafterNetwork):
         return self.settings.draft_vocab_size or self.settings.vocab_size
 
     def features(self, hidden: Tensor) -> Tensor:
-        """The taps ``[n, k * H_t]`` -> ``[n, H]``."""
+        """The taps ``[n, k * H_t]`` -> features ``[n, H]``."""
         if self.fc_norm is not None:
             parts = hidden.split(self.settings.target_hidden_size, -1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
-        mixed: Tensor = self.fc(hidden)
-        return mixed
+        return hidden if self.fc is None else self.fc(hidden)
 
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features before them ``[n, H]`` -> inputs ``[n, 2H]``."""
@@ -199,17 +213,18 @@ class Eagle3(DrafterNetwork):
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``, -inf beyond the draft vocabulary."""
-        normed = self.norm(x)
+        normed = x if self.settings.norm_output == "raw" else self.norm(x)
         logits = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
         if self.lm_head is not None and logits.shape[-1] < self.settings.vocab_size:
             logits = over_all_tokens(logits, self.ids, self.settings.vocab_size)
-        return (normed if self.settings.norm_output else x), logits
+        return (normed if self.settings.norm_output == "feedback" else x), logits
 
     def toy(self, target: Target) -> Eagle3:
         """The same kind of network with random weights, in the sizes of another target; it lacks the last token."""
         h, last = target.services.hidden_size, target.lm.capabilities.hidden_layers
         settings = replace(
             self.settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
+            windows=tuple(window and 2 for window in self.settings.windows),
             taps=tuple(min(tap, last) for tap in range(len(self.settings.taps))), own_embedding=False,
             draft_vocab_size=self.settings.draft_vocab_size and target.vocabulary - 1,
         )  # fmt: skip

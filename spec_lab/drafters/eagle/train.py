@@ -124,7 +124,7 @@ def eagle3_objective(
         decay: weight of an unroll over that of the one before it.
         kind: of loss.
     """
-    final, normed = network.settings.target_hidden_size, network.settings.norm_output
+    final, normed = network.settings.target_hidden_size, network.settings.norm_output == "feedback"
 
     def run(x: Tensor, positions: Tensor, cache: Any) -> Tensor:
         out: Tensor = network(x, positions, cache)
@@ -172,6 +172,7 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
         (parameter[:, h:] if name in halves else parameter).copy_(given[name])
     network.hidden_norm.weight.copy_(parameters["input_layernorm.weight"])
     network.norm.weight.copy_(target.norm.weight)
+    assert network.fc is not None
     network.fc.weight *= 0.1
     network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)
 

@@ -6,9 +6,9 @@ of the tensors tell the layout. K heads, L layers, H hidden size, V vocabulary, 
 - This package's: ``weight [K, L, H, H]``, ``bias [K, L, H]``, and the target's LM head; of a trunk (``medusa.network``)
   ``trunk_in.weight [W, 2H]``, ``trunk_in.bias [W]``, ``trunk_out.weight [H, W]`` and ``trunk_out.bias [H]``. The config
   has hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, target_sha256 and, with a trunk, trunk_size.
-- FasterDecoding's: ``{k}.{l}.linear.weight [H, H]``, ``{k}.{l}.linear.bias [H]`` and an LM head for each head,
-  ``{k}.{L}.weight [V, H]``. Configs of the heads for Vicuna state two heads where the files hold five, so the tensors
-  are counted.
+- FasterDecoding's, in ``model.safetensors`` or ``medusa_lm_head.safetensors``: ``{k}.{l}.linear.weight [H, H]``,
+  ``{k}.{l}.linear.bias [H]`` and an LM head for each head, ``{k}.{L}.weight [V, H]``. Configs of the heads for Vicuna
+  state two heads where the files hold five, so the tensors are counted.
 - vLLM's: ``blocks.{k}.layers.{l}.weight [H, H]``, with biases where the file has them, ``lm_heads.{k}.weight [D, H]``
   (with ``original_lm_head`` one for all heads) and, where D < V, ``token_map [D]``: the target's token of each row.
   Rows of all V tokens are reduced to those of the map.

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from spec_lab.core.options import brief
+from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import DrafterFiles
-from spec_lab.drafters.eagle.files import EAGLE3, draft_tokens, eagle_settings
+from spec_lab.drafters.eagle.conventions import draft_tokens
+from spec_lab.drafters.eagle.files import EAGLE3, eagle_settings, unprefixed
 from spec_lab.drafters.eagle.network import Eagle3Settings
 from spec_lab.drafters.layouts import Entry, Layout
 from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
@@ -23,7 +25,7 @@ from spec_lab.models.target import Target
 PEAGLE = Layout("P-EAGLE", (*EAGLE3.rows, Entry("mask_hidden", "mask_hidden")))
 MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Fields that number the mask token; the names of speculators, its authors and vLLM."""
-READ = (*MASK_TOKENS, "parallel_drafting", "use_sliding_window", "sliding_window", "max_window_layers")
+READ = (*MASK_TOKENS, "parallel_drafting")
 """Fields that are read beside those of EAGLE-3."""
 
 
@@ -31,15 +33,17 @@ def read_peagle(
     path: str, target: Target, dtype: torch.dtype | None = None, options: Mapping[str, Any] | None = None
 ) -> PEagle:
     """Read a head for a target, onto its device. Arguments and errors as of ``eagle.files.read_eagle``."""
-    with DrafterFiles.open(path, "a P-EAGLE head", target, options=options) as files:
+    with DrafterFiles.open(path, "a P-EAGLE head", target, options=options) as opened:
+        files, prefixed = unprefixed(opened)
         files.expect("mask_hidden" in files.shapes, "mask_hidden")
-        own = eagle_settings(files, READ)
+        own, interleaved = eagle_settings(files, prefixed, READ)
         assert isinstance(own, Eagle3Settings)
         stated = {field.name: getattr(own, field.name) for field in fields(Eagle3Settings)}
-        layer = files.config.get("transformer_layer_config", files.config)
-        settings = PEagleSettings(**stated, mask_token=_mask_token(files), windows=files.windows(layer))
+        settings = PEagleSettings(**stated, mask_token=_mask_token(files))
         network = files.read(PEAGLE, lambda: PEagle(settings), dtype)
         network.ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size).to(target.lm.device)
+        if interleaved:
+            read_interleaved(network.body)
         return network
 
 

@@ -26,11 +26,9 @@ class PEagleSettings(Eagle3Settings):
 
     Args:
         mask_token: its number.
-        windows: of each layer (``DraftLayers``).
     """
 
     mask_token: int = 0
-    windows: tuple[int | None, ...] = ()
 
 
 class PEagle(Eagle3):
@@ -40,7 +38,7 @@ class PEagle(Eagle3):
 
     def __init__(self, settings: PEagleSettings) -> None:
         super().__init__(settings)
-        self.body.narrow(settings.windows)
+        assert self.fc is not None, "a P-EAGLE head reads taps"
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, self.fc.in_features, device="meta"))
 
     @property

@@ -1,0 +1,238 @@
+"""The conventions of EAGLE heads that their files leave open (``core.reading``): how each is read, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spec_lab.core.options import brief
+from spec_lab.core.reading import Source
+from spec_lab.core.tensors import readable
+from spec_lab.drafters.drafter_files import DrafterFiles
+from spec_lab.drafters.eagle.network import NormOutput
+from spec_lab.models.checkpoint import weight_files
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+TABLES = ("d2t", "t2d")
+
+
+def draft_tokens(files: DrafterFiles, v: int, w: int | None) -> Tensor:  # [W]
+    """The target's number of each draft token, from ``d2t`` and ``t2d``.
+
+    Args:
+        files: of the drafter.
+        v: V, the target's vocabulary.
+        w: W, that of the drafter's own LM head; None: it has none.
+
+    Raises:
+        ValueError: a smaller vocabulary without ``d2t``; tables of other shapes; a ``d2t`` that names no tokens.
+    """
+    tables = {name: files.held[name][:] for name in TABLES if name in files.held}
+    if w is None or w == v:
+        return torch.arange(w or 0)
+    if "d2t" not in tables:
+        raise ValueError(
+            f"{files.folder} drafts {w} of the target's {v} tokens, but holds no d2t that states which: the head was "
+            "saved without it and would draft wrong tokens; export it again"
+        )
+    d2t, t2d = tables["d2t"], tables.get("t2d")
+    if d2t.shape != (w,) or d2t.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{files.folder}: d2t must hold {w} whole numbers, not {list(d2t.shape)} of {d2t.dtype}")
+    readings = {"offset": torch.arange(w) + d2t, "absolute": d2t.long()}
+    fits = {name: ids for name, ids in readings.items() if _is_choice(ids, v, t2d)}
+    if not fits:
+        raise ValueError(
+            f"{files.folder}: d2t names no tokens: draft token i is the target's token i + d2t[i], which must be {w} "
+            f"different numbers below {v}, and those that t2d marks"
+        )
+    others = {f"as {name} numbers": name for name in fits}
+    if "offset" in fits:
+        chosen = files.choose("d2t", "offset", "default", "numbers of d2t are added to those of draft tokens", others)
+    else:
+        why = "added to the numbers of draft tokens they would name no tokens, as they are they do"
+        chosen = files.choose("d2t", "absolute", "guess", why, others)
+    if chosen not in fits:
+        raise ValueError(f"{files.folder}: d2t names no tokens as {chosen} numbers: choose another proposer.d2t")
+    return fits[chosen]
+
+
+def _is_choice(ids: Tensor, vocabulary: int, marked: Tensor | None) -> bool:
+    """Return whether ids are different tokens, and those that are marked."""
+    ascending = ids.sort().values
+    if int(ascending[0]) < 0 or int(ascending[-1]) >= vocabulary or not bool((ascending[1:] > ascending[:-1]).all()):
+        return False
+    if marked is None:
+        return True
+    return marked.shape == (vocabulary,) and torch.equal(marked.bool().nonzero()[:, 0], ascending)
+
+
+def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | None, ...], bool]:
+    """The fields of the head's layers, of the family that has the biases and norms of the files; each layer's window;
+    and whether their rotary embedding turns neighbours.
+    """
+    kind, shapes = layer.get("model_type", "llama"), files.shapes
+    norms, biases, last_bias, mlp_biases = (
+        any(name.endswith(end) for name in shapes)
+        for end in ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
+    )
+    if layer is files.config and is_llama(layer):
+        layer, kind = {**layer, "attention_bias": biases, "mlp_bias": mlp_biases}, "llama"
+        if len(layer.get("layer_types") or ()) != layer.get("num_hidden_layers", 1):
+            layer.pop("layer_types", None)  # those of the target
+    if kind == "llama" and (norms or (biases and not last_bias)):
+        kind = "qwen3" if norms else "qwen2"  # Llama's layers with norms, or with biases of queries, keys, values alone
+    fields = files.layer_fields({**layer, "model_type": kind}, windows=True) | {"model_type": kind}
+    return fields, _windows(files, layer), _interleaved(files, layer)
+
+
+def _windows(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window of each layer. Errors as of ``DrafterFiles.windows``."""
+    windows = files.windows(layer)
+    largest = max(window or 0 for window in windows)
+    unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it
+    why = "layer_types and use_sliding_window tell which layers have it"
+    window = files.choose("window", largest, "file", why, {"none": 0, "as stated": unused})
+    return tuple((window or None) if own or not largest else None for own in windows)
+
+
+def _interleaved(files: DrafterFiles, layer: Mapping[str, Any]) -> bool:
+    """Whether the rotary embedding turns neighbours."""
+    flags = [name for name in ("rope_is_neox_style", "is_neox_style") if layer.get(name) is not None]
+    value = "neox" if all(files.flag(name, config=layer) for name in flags) else "interleaved"
+    source: Source = "file" if flags else "default"
+    why = f"{flags[0]} tells" if flags else "no field says otherwise"
+    rope = files.choose("rope", value, source, why, {"halves of a head": "neox", "neighbours": "interleaved"})
+    return bool(rope == "interleaved")
+
+
+def is_llama(config: Mapping[str, Any]) -> bool:
+    """Return whether a config's architecture has Llama's layers whatever its ``model_type`` is."""
+    return any("LlamaForCausalLMEagle" in str(name) for name in config.get("architectures") or ())
+
+
+def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None, bool]:
+    """Return the draft vocabulary of the head's own LM head, None for the target's; and whether it embeds itself.
+
+    Args:
+        files: of the head.
+        w: the draft vocabulary that is stated.
+        h: its hidden size.
+
+    Raises:
+        ValueError: the head has neither, and a hidden size that the target's do not have.
+    """
+    wide, own, shapes = files.target.services.hidden_size, dict[str, bool](), files.shapes
+    if w == files.target.vocabulary and "lm_head.weight" not in shapes:
+        w = None
+    has_end = {"lm_head": w is not None, "embedding": ENDS["embedding"] in shapes}
+    for convention, has in has_end.items():
+        name = ENDS[convention]
+        others = {"the target's": "target"} if has and h == wide else {}
+        why = f"the files hold {'a' if has else 'no'} {name}"
+        own[convention] = files.choose(convention, "own" if has else "target", "file", why, others) == "own"
+        if not own[convention] and h != wide:
+            raise ValueError(f"{files.folder} holds no {name}, and the target's has hidden size {wide}, not {h}")
+        if own[convention] and not has:
+            raise ValueError(f"{files.folder} holds no {name} of its own: set proposer.{convention}=target")
+    return (w if own["lm_head"] else None), own["embedding"]
+
+
+ENDS = {"lm_head": "lm_head.weight", "embedding": "embed_tokens.weight"}
+
+
+def unused_ends(files: DrafterFiles) -> set[str]:
+    """Return the head's tensors in whose place an option chose the target's."""
+    chosen = {name for name, convention in files.conventions.items() if convention.source == "option"}
+    return {tensor for name, tensor in ENDS.items() if name in chosen and files.conventions[name].value == "target"}
+
+
+def choose_norm_output(files: DrafterFiles, prefixed: bool) -> NormOutput:
+    """Return what the final norm is for, by the tool that wrote the files.
+
+    Args:
+        files: of the head.
+        prefixed: whether its tensors begin with "model.".
+    """
+    config = stating(files, "norm_output")
+    stated, flag = config.get("norm_output"), files.flag("norm_output", config=config)
+    others = {"the normed state fed back": "feedback", "the state before the norm fed back": "plain"}
+    value: NormOutput = "feedback" if flag else "plain"
+    source: Source
+    if stated is None:
+        why, source = "the state before the norm is fed back (EAGLE-3)", "default"
+    elif "speculators_model_type" in files.config or prefixed:
+        why, source = f"norm_output is {str(flag).lower()}, by a tool that means feeding back by it", "file"
+    else:
+        others["no norm before the LM head"] = "raw"
+        why, source = f"norm_output is {str(flag).lower()}, which SpecForge has meant in two ways", "guess"
+        value = "plain"
+    chosen: NormOutput = files.choose("norm_output", value, source, why, others)
+    return chosen
+
+
+def choose_residual(files: DrafterFiles) -> bool:
+    """Return whether the residual connection starts from the normed features."""
+    config = stating(files, "norm_before_residual")
+    value = files.flag("norm_before_residual", config=config)
+    why = f"the residual connection starts from the {'normed ' if value else ''}features"
+    source: Source = "default" if config.get("norm_before_residual") is None else "file"
+    return bool(files.choose("norm_before_residual", value, source, why, {"the other way": not value}))
+
+
+def stating(files: DrafterFiles, name: str) -> Mapping[str, Any]:
+    """Return the mapping that states a field: the config, or its ``eagle_config`` (NVIDIA's exporter)."""
+    inner: Mapping[str, Any] = files.config.get("eagle_config") or {}
+    return inner if files.config.get(name) is None else files.config
+
+
+def reads_taps(files: DrafterFiles) -> bool:
+    """Return whether the head reads taps, and not the last state alone."""
+    return files.flag("use_aux_hidden_state", True, config=stating(files, "use_aux_hidden_state"))
+
+
+def choose_taps(files: DrafterFiles) -> tuple[int, ...]:
+    """Return the numbers of the hidden states that an EAGLE-3 head reads.
+
+    Raises:
+        ValueError: the files name what are no states of the target.
+    """
+    config, last = files.config, files.target.lm.capabilities.hidden_layers
+    if not reads_taps(files):
+        why = "use_aux_hidden_state is false, and engines hand over the state after the final norm"
+        return files.choose_taps([-1], "guess", why)
+    wide = files.target.services.hidden_size
+    count = max(1, (files.shapes.get("fc.weight") or [3 * wide])[-1] // wide)  # how many ``fc`` reads
+    named, shift, where = config.get(TAPS), 0, TAPS
+    if not named and config.get("eagle_config"):
+        named, shift, where = config["eagle_config"].get(TAPS), 1, f"eagle_config.{TAPS}"
+    if not named:
+        usual = (2, last // 2, last - 3)
+        spread = [round(1 + i * (last - 4) / max(1, count - 1)) + 1 for i in range(count)]
+        taps = sorted(max(0, min(tap, last)) for tap in (usual if count == len(usual) else spread))
+        why = f"{where} names none" + "; these are EAGLE-3's own" * (count == len(usual))
+        return files.choose_taps(taps, "guess", why, {"spread over the layers": spread})
+    source: Source = "guess" if shift else "file"
+    why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
+    if shift and isinstance(named, list) and last in named:
+        source, shift, why = "file", 0, f"{where} is {brief(named)}, where {last} can only be the number of a state"
+    listed = files.taps(where, named, shift)
+    taps = sorted(listed)
+    if taps == listed:
+        return files.choose_taps(taps, source, why)
+    if _is_of_training(files.folder):
+        why += ", in the order in which this package trained the head"
+        return files.choose_taps(listed, "guess", why, {"in the order of the layers": taps})
+    why += ", and engines read taps in the order of the layers"
+    return files.choose_taps(taps, "guess", why, {"in the order of the list": listed})
+
+
+def _is_of_training(folder: Path) -> bool:
+    """Return whether ``task=train`` wrote a head: its facts are the metadata of the weights (``write_eagle3``)."""
+    file = weight_files(folder)[0]
+    with readable([file]), safe_open(file, framework="pt") as opened:
+        return {"target_sha256", "method", "seed"} <= (opened.metadata() or {}).keys()
