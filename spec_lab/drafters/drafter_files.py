@@ -459,7 +459,8 @@ class DrafterFiles:
         for before, after, label in ((last, -1, "after"), (-1, last, "before")):
             if before in taps:
                 swapped = [after if tap == before else tap for tap in taps]
-                exist[f"the last state {label} the final norm"], source = swapped, "guess"
+                exist[f"the last state {label} the final norm"] = swapped
+                source = "guess" if source == "file" else source
         chosen = list(self.choose("taps", taps, source, why, exist))
         if wrong := [tap for tap in chosen if not -1 <= tap <= last]:
             raise WrongOption(

@@ -150,8 +150,8 @@ def test_every_unknown_and_every_unsupported_field_is_named_with_its_value():
     with pytest.raises(ValueError, match="config.json: of a thing") as caught:
         fields.check(FILE, {"b": True, "e": [1], "inner": {"b": 3, "f": "x", "use_sliding_window": True}}, "inner")
     for said in (
-        "b is True, and only 1 or 2 is supported (others are not)", "inner.b is 3", "e ([1])", "inner.f ('x')",
-        "inner.use_sliding_window is True, and only False",
+        "b is true, and only 1 or 2 is supported (others are not)", "inner.b is 3", "e ([1])", "inner.f ('x')",
+        "inner.use_sliding_window is true, and only false",
     ):  # fmt: skip
         assert said in str(caught.value)
     with pytest.raises(ValueError, match="inner must be a mapping, not 'x'"):

@@ -240,11 +240,13 @@ def test_a_layout_drafts_what_the_reference_of_its_head_drafts(target, tmp_path,
 
 
 @torch.no_grad()
-def test_an_eagle1_head_without_a_bias_need_not_say_so(target, tmp_path):
+def test_an_eagle1_head_without_a_bias_need_not_say_so(target, tmp_path, caplog):
     config, tensors = eagle1(H, VOCABULARY, bias=False)
     config.pop("bias")
     proposer = eagle.load(target, written(tmp_path, config, tensors), depth=2)
-    assert not proposer.network.settings.bias and proposer.reading.values["taps"] == [-1]
+    assert not proposer.network.settings.bias and not caplog.messages
+    assert proposer.reading.values["taps"] == [-1] and ("taps", [4]) in [(n, v) for n, _, v in proposer.reading.others]
+    assert eagle.load(target, written(tmp_path, config, tensors), depth=2, taps=[4]).requires.hidden == (4,)
     with pytest.raises(ValueError, match=r"holds no fc.bias, but config.json states"):
         eagle.load(target, written(tmp_path / "stated", config | {"bias": True}, tensors), depth=2)
 
@@ -262,7 +264,7 @@ def test_every_other_reading_that_a_head_leaves_open_can_be_set_by_its_option(ta
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda c, t: c.update(additional_fc=True), "additional_fc is True, and only False"),
+    (lambda c, t: c.update(additional_fc=True), "additional_fc is true, and only false"),
     (lambda c, t: c.update(final_logit_softcapping=30.0), r"final_logit_softcapping \(30.0\)"),
     (lambda c, t: c.update(num_local_experts=4, architectures=["Eagle3Model"]), r"num_local_experts \(4\)"),
     (lambda c, t: t.update({"model.norm.weight": t["norm.weight"].clone()}), "both 'norm.weight' and 'model.norm"),

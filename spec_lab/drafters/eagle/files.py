@@ -112,9 +112,9 @@ OTHER_LAYERS = dict.fromkeys(
 """Fields that a config may have kept of the target's where its layers are Llama's."""
 FIRST = Fields(
     "an EAGLE head",
-    {*LAYERS, "bias", "use_aux_hidden_state"},
+    {*LAYERS, "bias"},
     {
-        **HEADS, **dict.fromkeys(FLAGS, OF_THIRD),
+        **HEADS, **dict.fromkeys((*FLAGS, "use_aux_hidden_state"), OF_THIRD),
         "use_input_layernorm_in_first_layer": ((False,), "a norm before the first layer is not supported"),
         "use_last_layernorm": ((False,), "a norm after the last layer is not supported"),
     },

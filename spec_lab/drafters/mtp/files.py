@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -86,12 +86,13 @@ def mtp_layout(names: Names, prefixes: Sequence[str]) -> Layout:
     return Layout("MTP", tuple(rows))
 
 
-def read_mtp(path: str | None, target: Target) -> Mtp:
+def read_mtp(path: str | None, target: Target, options: Mapping[str, Any] | None = None) -> Mtp:
     """Read MTP modules for a target, into its dtype and onto its device.
 
     Args:
         path: folder of the modules; None: the target's own checkpoint.
         target: the target.
+        options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
@@ -123,7 +124,9 @@ def read_mtp(path: str | None, target: Target) -> Mtp:
             raise ValueError(f"{folder} holds MTP modules of two layouts, {prefixes[0]} and {MTP}: remove one of them")
         if in_checkpoint:  # other tensors are the target's
             held = {name: tensor for name, tensor in held.items() if name.startswith(tuple(prefixes))}
-        return _read(DrafterFiles("MTP modules", folder, config, held, target), names, prefixes, in_checkpoint)
+        return _read(
+            DrafterFiles("MTP modules", folder, config, held, target, options or {}), names, prefixes, in_checkpoint
+        )
 
 
 def in_target(path: str | None, target: Target) -> bool:
@@ -156,6 +159,7 @@ def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], in_checkpo
     tensors = {our: files.tensor(published[0], dtype) for our, published in wanted.names.items()}
     for name, tensor in body.items():
         tensors[f"body.{name}"] = files.finite(layout.published(f"body.{name}")[0], tensor)
+    network.reading = files.reading
     return load_weights(network, tensors, files.target)
 
 
@@ -187,6 +191,7 @@ def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes
     return MtpSettings(
         fields, files.target.services.hidden_size, files.target.vocabulary, modules, names == "qwen",
         own_embedding="frames.0.embed_tokens.weight" in ours, own_head="frames.0.head.weight" in ours,
+        taps=files.choose_taps([-1], "default", "MTP modules read the state after the final norm"),
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class MtpSettings:
         shared: whether all modules have the same norms and ``eh_proj``, and differ in their layers only (Qwen3-Next).
         own_embedding: whether they have an embedding of their own.
         own_head: whether they have an LM head of their own.
+        taps: the number of the hidden state that the first module reads.
     """
 
     layer: Mapping[str, Any]
@@ -51,6 +52,7 @@ class MtpSettings:
     shared: bool = False
     own_embedding: bool = False
     own_head: bool = False
+    taps: tuple[int, ...] = (-1,)
 
 
 class Frame(nn.Module):
@@ -74,11 +76,9 @@ class Frame(nn.Module):
 class Mtp(DrafterNetwork):
     """The network. With several modules a feature ends with the number of the module that reads it, from 0 on."""
 
-    hidden = (-1,)
-
     def __init__(self, settings: MtpSettings) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.hidden = settings, settings.taps
         self.body = DraftLayers(settings.layer, settings.modules, whole=True)
         frames = 1 if settings.shared else settings.modules
         self.frames: Any = nn.ModuleList(Frame(settings, self.body) for _ in range(frames))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Unpack
 
-from spec_lab.core.options import DrafterPath, Filled
+from spec_lab.core.options import DrafterPath, Filled, checked
+from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.mtp.files import in_target, read_mtp
 from spec_lab.models.checkpoint import weights_hash
@@ -18,10 +19,12 @@ from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 
+@checked
 def load(
     target: Target,
     path: Annotated[str, DrafterPath("MTP modules", ("hidden_size",), converts=False)] | None = None,
     revision: Filled | None = None,
+    taps: Taps | None = None,
     **options: Unpack[TreeOptions],
 ) -> FeatureDrafter:
     """Read MTP modules and choose their trees.
@@ -30,6 +33,7 @@ def load(
         target: whose hidden states they read.
         path: folder or hub name of MTP modules, in safetensors; None: those in the target's own checkpoint.
         revision: branch, tag or commit of a hub name; None: main.
+        taps: the number of the hidden state that is read: -1 after the final norm, L (of L layers) before it; None: -1.
         options: of the trees.
 
     Raises:
@@ -40,7 +44,7 @@ def load(
     plan.check_width(target.vocabulary)
     if path is not None and not in_target(path, target):
         path = drafter_folder(path, revision)
-    network = read_mtp(path, target)
+    network = read_mtp(path, target, {"taps": taps})
     pack(network)
     sha256 = target.sha256 if in_target(path, target) else weights_hash(str(path))
     return FeatureDrafter(network, target, plan, "mtp", sha256)
