@@ -5,7 +5,7 @@ declarations of the options: python scripts/render_reference.py
 from pathlib import Path
 
 from spec_lab.cli.build import conf
-from spec_lab.cli.commands import TRAIN, parser
+from spec_lab.cli.commands import SHORT, parser
 from spec_lab.cli.declarations import package_sources
 from spec_lab.cli.explain import markdown, terminal
 from spec_lab.cli.explain.reference import commented
@@ -19,7 +19,7 @@ def pages() -> dict[Path, str]:
     parsers = parser()[1]
     return commented(Path(conf()), package_sources()) | {
         PAGES / "configuration.md": markdown.configuration(terminal.reference()),
-        PAGES / "commands.md": markdown.commands({name: parsers[name] for name in (*COMMANDS, TRAIN)}),
+        PAGES / "commands.md": markdown.commands({name: parsers[name] for name in (*COMMANDS, *SHORT)}),
     }
 
 

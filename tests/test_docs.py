@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts import docs_site
 from spec_lab.cli.build import check_options
-from spec_lab.cli.commands import TRAIN, experiment, parser, trainings
+from spec_lab.cli.commands import SHORT, TRAIN, parser, trainings
 from spec_lab.cli.explain.reference import ALIASES, EXPERIMENT, canonical
 from spec_lab.cli.explain.terminal import reference
 from spec_lab.cli.main import check_overrides, conf, quote_prompt, replace_flags
@@ -38,10 +38,10 @@ def hydra_arguments(command: Command) -> list[str] | None:
     given = documents.of_spec_lab(command)
     if given is None or (given and given[0] in COMMANDS):
         return None
-    if given[:1] == [TRAIN]:
-        if len(given) < 2 or given[1] not in trainings():
-            return None
-        given = experiment(given)
+    if given[:1] == [TRAIN] and (len(given) < 2 or given[1] not in trainings()):
+        return None
+    if given and given[0] in SHORT:
+        given = SHORT[given[0]](given)
     given = [word for before, word in zip(["", *given], given, strict=False) if "--cfg" not in (before, word)]
     if "--config-dir" in given or any(word.startswith(("hydra.searchpath", "-sc")) for word in given):
         return None

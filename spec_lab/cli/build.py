@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -300,6 +301,22 @@ def under_policy(config: DictConfig, part: str, proposer: Any, **live: Any) -> A
         raise Refused(f"spec_lab: {part}: {reason(error)}") from error
 
 
+def rebuilt(config: DictConfig, target: Any, options: Mapping[str, Any]) -> Any:
+    """Build the proposer again, without a policy, with other values of its ``options``.
+
+    Raises:
+        ValueError: a value that it cannot have; names the option.
+    """
+    other = deepcopy(config)
+    with open_dict(other):
+        for name, value in options.items():
+            other.proposer[name] = value
+    try:
+        return build(other, "proposer", target=target)
+    except Refused as error:
+        raise ValueError(str(error).removeprefix("spec_lab: ")) from error
+
+
 def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
     """Build the applied constraint and the bytes of the target's tokens; None where the run needs none.
 
@@ -576,7 +593,10 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
     applied, pieces = apply_constraint(config, settings, target)
-    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces)
+    lab = Lab(
+        target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces,
+        partial(rebuilt, begun, target),
+    )  # fmt: skip
     return work, lab, settings, shown
 
 

@@ -1,7 +1,7 @@
 """Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
 ``track`` read runs; ``convert`` weights; ``index`` text; ``explain`` explains options.
 
-``spec-lab train NAME`` is short for an experiment (``experiment``).
+``spec-lab train NAME`` and ``spec-lab check-drafter`` are short for runs (``SHORT``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +24,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     """Run a sub-command; return the exit code. Errors are printed in one line."""
     console = console or Console(markup=False)
     if arguments[0] not in COMMANDS:
-        known = ", ".join((*COMMANDS, TRAIN))
+        known = ", ".join((*COMMANDS, *SHORT))
         print(
             f"spec_lab: unknown command {arguments[0]}; commands are {known}; "
             "+experiment=NAME runs an experiment, NAME=VALUE sets an option",
@@ -50,7 +50,7 @@ def complete(line: str) -> tuple[list[str], bool]:
     """
     first, *others = [*line.split()[1:], *([""] if line[-1:].isspace() or len(line.split()) < 2 else [])]
     if not others:
-        return [name for name in (*COMMANDS, TRAIN) if name.startswith(first)], True
+        return [name for name in (*COMMANDS, *SHORT) if name.startswith(first)], True
     if first == TRAIN:
         return [name for name in trainings() if name.startswith(others[-1])], False
     if first not in COMMANDS:
@@ -66,7 +66,7 @@ def complete(line: str) -> tuple[list[str], bool]:
     return [f"{above}{name}/" for name in folders if name[0] != "." or begins], False
 
 
-TRAIN, PREFIX = "train", "train_"
+TRAIN, PREFIX, CHECK = "train", "train_", "check-drafter"
 
 
 def trainings() -> list[str]:
@@ -82,6 +82,21 @@ def experiment(arguments: Sequence[str]) -> list[str]:
     """
     given = parser()[1][TRAIN].parse_args(arguments[1:])
     return [f"+experiment={PREFIX}{given.name}", *given.overrides]
+
+
+def drafter_check(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that ``check-drafter OVERRIDES...`` is short for.
+
+    Raises:
+        SystemExit: ``--help`` is printed; ``--expect`` without a number.
+    """
+    given, overrides = parser()[1][CHECK].parse_known_args(arguments[1:])
+    expected = [] if given.expect is None else [f"task.expect={given.expect:g}"]
+    return ["task=check_drafter", *expected, *overrides]
+
+
+SHORT: Mapping[str, Callable[[Sequence[str]], list[str]]] = {TRAIN: experiment, CHECK: drafter_check}
+"""Commands that are short for a run: each returns the arguments of the run."""
 
 
 def training_line(line: str) -> str:
@@ -173,6 +188,13 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     train.add_argument("name", type=_training, metavar="NAME", help=f"one of {names}; NAME --help prints its options")
     more = "options, such as target.path=DIR output_dir=DIR"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="OVERRIDE", help=more)
+    check = which.add_parser(
+        CHECK,
+        usage=f"spec-lab {CHECK} [--expect TAU] [OVERRIDE ...]",
+        description="Measure a drafter under every reading of its files: short for python -m spec_lab "
+        "task=check_drafter OVERRIDE..., such as target.path=DIR proposer=eagle proposer.path=DIR.",
+    )
+    check.add_argument("--expect", type=float, metavar="TAU", help="published tokens of a step to compare with")
     return top, which.choices
 
 

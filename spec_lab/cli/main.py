@@ -239,10 +239,10 @@ def command_line() -> None:
         if not hydras_too:
             return
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
-    if sys.argv[1:2] == ["train"]:
-        from spec_lab.cli.commands import experiment
+    if sys.argv[1:2] and sys.argv[1] in ("train", "check-drafter"):
+        from spec_lab.cli.commands import SHORT
 
-        sys.argv[1:] = experiment(sys.argv[1:])
+        sys.argv[1:] = SHORT[sys.argv[1]](sys.argv[1:])
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

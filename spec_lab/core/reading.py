@@ -38,9 +38,11 @@ class Reading:
 
     Args:
         conventions: by name, which is that of the drafter's option that sets it.
+        trained_context: most positions that its files say it was made for; None where they do not.
     """
 
     conventions: Mapping[str, Convention] = field(default_factory=dict)
+    trained_context: int | None = None
 
     @property
     def values(self) -> dict[str, Any]:

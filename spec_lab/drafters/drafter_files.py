@@ -263,7 +263,14 @@ class DrafterFiles:
                 f"{unused[0]} sets a convention that {self.what} at {self.folder} does not have: leave it null "
                 f"(conventions of these files: {known})"
             )
-        return Reading(dict(self.conventions))
+        return Reading(dict(self.conventions), self.trained_context)
+
+    @property
+    def trained_context(self) -> int | None:
+        """Most positions of its layers, as the config states them; None where it does not."""
+        layers = self.config.get("transformer_layer_config")
+        positions = (layers if isinstance(layers, dict) else self.config).get("max_position_embeddings")
+        return positions if isinstance(positions, int) and not isinstance(positions, bool) else None
 
     @property
     def file(self) -> Path:

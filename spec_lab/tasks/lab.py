@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import takewhile
@@ -113,6 +113,8 @@ class Lab:
         verifiers: further verifiers, by name, for the tasks that compare them.
         applied: the constraint, and what its masks apply to; None for none.
         pieces: the bytes of each token; needed for stop strings.
+        rebuild: builds the proposer again, without a policy, with other values of its options; None where it was not
+            built from options. It raises ValueError for a value that it cannot have.
     """
 
     target: Target
@@ -126,6 +128,7 @@ class Lab:
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
     applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
+    rebuild: Callable[[Mapping[str, Any]], Proposer] | None = None
 
     def arms(self, settings: Settings) -> dict[str, GroupDecoder]:
         """Every arm by name.

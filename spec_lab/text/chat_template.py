@@ -169,6 +169,11 @@ def _variables(source: str) -> frozenset[str]:
     return frozenset(SANDBOX.ask({"source": source}, LIMITS) if source else ())
 
 
+def thinking_options(source: str) -> list[str]:
+    """Return the options of ``THINKING`` that a template reads. Errors as of ``LimitedProcess.ask``."""
+    return [name for name in THINKING if name in _variables(source)]
+
+
 def _check_read(source: str, options: Mapping[str, Any], tools: bool, named: str, where: str) -> None:
     """Refuse tools and options that would have no effect.
 

@@ -21,6 +21,7 @@ from spec_lab.analysis.figures.certificate import convergence, detectable, pair_
 from spec_lab.analysis.figures.comparison import MAX_CHANGES, changes
 from spec_lab.analysis.figures.cost import step_costs
 from spec_lab.analysis.figures.distance import distance
+from spec_lab.analysis.figures.drafter_check import by_depth, by_range, reading_taus, reliability
 from spec_lab.analysis.figures.latency import latency
 from spec_lab.analysis.figures.palette import (
     BASELINE,

@@ -22,6 +22,7 @@ from spec_lab.analysis.results import (
     comparison,
     cost,
     distance,
+    drafter_check,
     run,
     serving,
     training,
@@ -42,6 +43,7 @@ RESULTS: Mapping[str, Callable[[Path], Result]] = {
     "spec_lab.tasks.verifier_study.study_verifiers": verifiers.result,
     "spec_lab.tasks.constraint_distance.task.measure": distance.result,
     "spec_lab.tasks.serve.serve": serving.result,
+    "spec_lab.tasks.check_drafter.check": drafter_check.result,
 }
 """The result of each task (``_target_`` of its option ``task``); any other task's must have the rows of a run."""
 

@@ -21,10 +21,10 @@ from tests.analysis.test_compare import write as write_run
 TEST = {"name": "joint distribution of four tokens", "samples": 500, "p_value": 0.5, "detectable": 0.1}
 VALUE = {"mean": 1.25, "low": 1.0, "high": 1.5}
 TIMES = {"mean": 0.1, "p50": 0.08, "p90": 0.2, "p99": 0.3}
-TRAIN, CERTIFY, COST, VERIFIERS, DISTANCE, SERVE = (
+TRAIN, CERTIFY, COST, VERIFIERS, DISTANCE, SERVE, CHECK = (
     "spec_lab.tasks.train.train", "spec_lab.tasks.certify.task.certify", "spec_lab.tasks.cost.measure",
     "spec_lab.tasks.verifier_study.study_verifiers", "spec_lab.tasks.constraint_distance.task.measure",
-    "spec_lab.tasks.serve.serve",
+    "spec_lab.tasks.serve.serve", "spec_lab.tasks.check_drafter.check",
 )  # fmt: skip
 PAIR = {
     "proposer": HOSTILE, "drawn": "iid", "verifier": "token", "declared_lossless": True, "certified": None,
@@ -65,6 +65,19 @@ SUMMARIES = {
             "errors": [HOSTILE], "arms": {name: {
                 "requests": 4, "tokens": 40, "tokens_per_second": 123.4, "goodput": 1.5, "speedup": VALUE,
                 "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES} for name in (HOSTILE, "baseline")}},
+    CHECK: {"proposer": HOSTILE, "temperature": 0.0, "depth": 2, "texts": 8, "tokens": 99, "trained_context": 32,
+            "gain": 1.0, "best": 1,
+            "readings": [
+                {"changed": {}, "label": "in use", "helps": False, "tau": VALUE, "gain": None, "agreed": [0.5, 0.25],
+                 "alpha": [0.375, None]},
+                {"changed": {"taps": [1, 3]}, "label": HOSTILE, "helps": True, "tau": {"mean": 2.25, "low": 2.0,
+                 "high": 2.5}, "gain": {"mean": 1.0, "low": 0.5, "high": 1.5}, "agreed": [0.875], "alpha": [0.75]},
+                {"changed": {"window": 8}, "label": "window", "helps": False, "error": HOSTILE}],
+            "by_position": {"used": [{"first": 1, "last": 16, "steps": 77, "tokens": VALUE, "beyond": False}]},
+            "by_context": {"used": [{"first": 33, "last": 64, "steps": 66, "tokens": VALUE, "beyond": True}]},
+            "calibration": {"used": {"ece": 0.0625, "confidence": 0.5, "agreed": 0.5, "bins": [
+                {"confidence": 0.5, "agreed": 0.5, "tokens": 9}]}, "best": None},
+            "expected": {"value": 2.4, "by": "reading", "changed": {"taps": [1, 3]}, "whole": True}},
 }  # fmt: skip
 """What each task leaves."""
 
@@ -74,10 +87,12 @@ SHOWN = {
     VERIFIERS: ["1.25 [1.00, 1.50]", "30 [20, 40]", "1.0%", "lossy", "tree (drawn iid) with match"],
     DISTANCE: ["0.125", "20 of 40", "0.2 [0.1, 0.3]", "10.0%", "exact: all."],
     SERVE: ["123.4", "1.25 [1.00, 1.50]", "300.0", "In 1 of 2 segments"],
+    CHECK: ["proposer.taps=[1,3]", "2.25 [2.00, 2.50]", "+1.00 [+0.50, +1.50]", "0.875", "beyond the trained context",
+            "0.062", "explained by the reading"],
 }  # fmt: skip
 """Numbers that the page of each task shows."""
 
-FIGURES = {TRAIN: 2, CERTIFY: 2, COST: 1, VERIFIERS: 2, DISTANCE: 1, SERVE: 1}
+FIGURES = {TRAIN: 2, CERTIFY: 2, COST: 1, VERIFIERS: 2, DISTANCE: 1, SERVE: 1, CHECK: 4}
 
 
 def folder_of(folder: Path, task: str, summary: dict | None = None) -> Path:

@@ -1,0 +1,124 @@
+"""Figures of a drafter along texts: by depth, by position, by context length, and of its confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
+from spec_lab.analysis.metrics.paired import Totals
+from spec_lab.tasks.check_drafter.along_text import Predicted
+
+BINS = 10
+"""Equal bins of the confidence."""
+
+
+def expected_steps(accepted: np.ndarray) -> float:
+    """Return the expected number of steps that emit the last n tokens of a text.
+
+    A step that begins at token s accepts the next d drafted tokens, and no more, with a known probability, and emits
+    one token after them; so u(t), the probability that a step begins at token t, follows from all earlier u(s). The
+    steps are the sum of u (``replay.steps_along_texts``).
+
+    Args:
+        accepted: ``[n, K]`` as of ``Predicted``.
+    """
+    n, depth = accepted.shape
+    reached = np.concatenate([np.ones((n, 1)), _reached(accepted), np.zeros((n, 1))], axis=1)  # [n, K + 2]
+    emits = reached[:, :-1] - reached[:, 1:]  # column k: the step emits k + 1 tokens
+    begins = np.zeros(n + depth + 1)
+    begins[0] = 1.0
+    for start in range(n):
+        begins[start + 1 : start + depth + 2] += begins[start] * emits[start]
+    return float(begins[:n].sum())
+
+
+def _reached(accepted: np.ndarray) -> np.ndarray:  # [n, K]
+    """Return the probability that a step accepts each depth and all above it."""
+    return np.nan_to_num(accepted).cumprod(axis=1)
+
+
+def totals(texts: Sequence[Predicted]) -> Totals:
+    """Return each text's tokens and expected steps, whose ratio is the expected tau: the prompt's step is left out."""
+    return Totals(
+        np.array([float(len(text.accepted)) for text in texts]),
+        np.array([expected_steps(text.accepted) for text in texts]),
+    )
+
+
+def tau(texts: Sequence[Predicted]) -> Interval:
+    """Return the expected tokens of a step, with a 95 % interval over texts."""
+    tokens, steps = totals(texts)
+    return cluster_interval(tokens, steps, np.arange(len(texts)))
+
+
+def by_depth(texts: Sequence[Predicted], figure: str) -> list[float]:
+    """Return the mean of a figure at each depth; NaN where it is not known."""
+    values = np.concatenate([getattr(text, figure) for text in texts])
+    known = ~np.isnan(values)
+    sums, counts = np.where(known, values, 0).sum(0), known.sum(0)
+    return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0).tolist()
+
+
+def by_range(texts: Sequence[Predicted], context: bool, trained: int | None = None) -> list[dict[str, Any]]:
+    """Return the expected tokens of steps that begin in ranges of positions, each twice as long as the one before.
+
+    Steps whose draft the end of the text cuts are left out.
+
+    Args:
+        texts: along which was drafted.
+        context: ranges are of the tokens before the step, prompt included; otherwise of those of the output.
+        trained: positions that the drafter was trained with: a range ends there.
+
+    Returns:
+        For each range its ends ``first`` and ``last``, the number of ``steps``, the tokens with their interval over
+        texts, and whether it is ``beyond`` the trained positions.
+    """
+    whole = [text.accepted[: max(0, len(text.accepted) - text.accepted.shape[1] + 1)] for text in texts]
+    position = np.concatenate(
+        [np.arange(len(steps)) + 1 + text.prompt * context for steps, text in zip(whole, texts, strict=True)]
+    )  # tokens before the step
+    tokens = np.concatenate([1 + _reached(steps).sum(1) for steps in whole])
+    number = np.repeat(np.arange(len(whole)), [len(steps) for steps in whole])
+    largest = int(position.max(initial=0))
+    doubled = {16 * 2**power for power in range(32) if not power or 8 * 2**power < largest}
+    ends = sorted(doubled | ({trained} if context and trained is not None and trained < largest else set()))
+    rows, first = [], 1
+    for end in ends:
+        inside = (position >= first) & (position <= end)
+        if inside.any():
+            ones = np.ones(int(inside.sum()))
+            rows.append({
+                "first": first, "last": min(end, largest), "steps": len(ones),
+                "tokens": cluster_interval(tokens[inside], ones, number[inside])._asdict(),
+                "beyond": context and trained is not None and first > trained,
+            })  # fmt: skip
+        first = end + 1
+    return rows
+
+
+def calibration(texts: Sequence[Predicted]) -> dict[str, Any] | None:
+    """Return how well the drafter's confidence, its largest probability, tells whether the target's likeliest token is
+    the same: the expected calibration error (1706.04599) and the reliability in equal bins; None without a confidence.
+    """
+    confidence, agreed = (
+        np.concatenate([getattr(text, figure).ravel() for text in texts]) for figure in ("confidence", "agreed")
+    )
+    known = ~np.isnan(confidence)
+    confidence, agreed = confidence[known], agreed[known]
+    if not len(confidence):
+        return None
+    number = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    bins = [
+        {"tokens": int(inside.sum()), **_means(confidence[inside], agreed[inside])}
+        for inside in (number == bin_number for bin_number in range(BINS))
+        if inside.any()
+    ]
+    error = sum(entry["tokens"] * abs(entry["confidence"] - entry["agreed"]) for entry in bins) / len(confidence)
+    return {"ece": float(error), **_means(confidence, agreed), "bins": bins}
+
+
+def _means(confidence: np.ndarray, agreed: np.ndarray) -> dict[str, float]:
+    return {"confidence": float(confidence.mean()), "agreed": float(agreed.mean())}

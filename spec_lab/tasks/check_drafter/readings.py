@@ -1,0 +1,156 @@
+"""Every reading that a drafter's files and its prompts leave open, tried on the target's texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spec_lab.analysis.metrics.intervals import Interval
+from spec_lab.analysis.metrics.paired import change
+from spec_lab.core.reading import Reading
+from spec_lab.decode.proposer import Proposer
+from spec_lab.models.target import Target
+from spec_lab.tasks.check_drafter.acceptance import by_depth, tau, totals
+from spec_lab.tasks.check_drafter.along_text import Predicted
+from spec_lab.text.chat_template import ChatTemplate, thinking_options
+from spec_lab.text.prompts import Prompt
+
+PROMPTS = "prompts."
+"""How the conventions of prompts begin, as the options of a run do."""
+
+
+@dataclass(frozen=True, eq=False)
+class TriedReading:
+    """One reading, measured.
+
+    Args:
+        changed: values of the conventions that differ from the reading in use; empty of that itself.
+        label: describes them.
+        reading: of the drafter.
+        texts: what the drafter predicted under it; None where it could not be measured.
+        error: why not.
+        gain: the expected tau minus that of the reading in use, paired by prompt, at the level of all comparisons.
+    """
+
+    changed: Mapping[str, Any]
+    label: str
+    reading: Reading = field(default_factory=Reading)
+    texts: Sequence[Predicted] | None = None
+    error: str = ""
+    gain: Interval | None = None
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is better than the reading in use by more than chance explains."""
+        return self.gain is not None and self.gain.low > 0
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether it reads the prompts otherwise, so that the target answers other texts."""
+        return any(name.startswith(PROMPTS) for name in self.changed)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the entry of ``summary.json``."""
+        facts: dict[str, Any] = {"changed": dict(self.changed), "label": self.label, "helps": self.helps}
+        if self.texts is None:
+            return facts | {"error": self.error}
+        return facts | {
+            "tau": tau(self.texts)._asdict(),
+            "gain": None if self.gain is None else self.gain._asdict(),
+            "agreed": by_depth(self.texts, "agreed"),
+            "alpha": by_depth(self.texts, "alpha"),
+        }
+
+
+Build = Callable[[Mapping[str, Any]], Proposer]
+"""Builds the drafter again with other values of its options."""
+
+Measure = Callable[[Proposer, Sequence[Prompt] | None], list[Predicted]]
+"""Measures a drafter along the texts of the prompts; None: those of the run."""
+
+
+def try_readings(
+    proposer: Proposer, prompts: Sequence[Prompt], target: Target, build: Build | None, measure: Measure,
+    tick: Callable[[], Any] = lambda: None,
+) -> tuple[list[TriedReading], TriedReading]:  # fmt: skip
+    """Measure the reading in use and every other one, each alone; then those that help, together.
+
+    Combined are readings of different conventions, the most helpful first, as long as each improves on those before.
+
+    Args:
+        proposer: as it is read.
+        prompts: of the run.
+        target: whose chat template they may go through.
+        build, measure: see there; without ``build`` no other reading of the drafter is tried.
+        tick: called when a reading has been measured.
+
+    Returns:
+        The readings that were tried, that in use first; and the best one of the drafter: that in use, unless another
+        one helps.
+    """
+    used = TriedReading({}, "in use", proposer.reading, measure(proposer, None))
+    tick()
+    others = proposer.reading.others if build is not None else []
+    variants = prompt_variants(prompts, target)
+    level = 1 - 0.05 / max(1, len(others) + len(variants))
+
+    def measured(changed: Mapping[str, Any], label: str, prompts: Sequence[Prompt] | None = None) -> TriedReading:
+        try:
+            other = proposer if prompts is not None or build is None else build(changed)
+            texts = measure(other, prompts)
+        except ValueError as error:
+            return TriedReading(changed, label, error=str(error))
+        finally:
+            tick()
+        return TriedReading(changed, label, other.reading, texts, gain=_gain(used, texts, level))
+
+    alone = [measured({convention: value}, label) for convention, label, value in others]
+    tried, best = [used, *alone], used
+    for other in sorted((other for other in alone if other.helps), key=_mean_gain, reverse=True):
+        if best is used:
+            best = other
+        elif not other.changed.keys() & best.changed.keys():
+            both = measured({**best.changed, **other.changed}, f"{best.label}; {other.label}")
+            tried.append(both)
+            if both.texts is not None and _gain(best, both.texts, level).low > 0:
+                best = both
+    tried += [measured(changed, label, read) for changed, label, read in variants]
+    return tried, best
+
+
+def _mean_gain(tried: TriedReading) -> float:
+    return 0.0 if tried.gain is None else tried.gain.mean
+
+
+def _gain(reference: TriedReading, texts: Sequence[Predicted], level: float) -> Interval:
+    assert reference.texts is not None
+    return change(totals(reference.texts), totals(texts), paired=True).interval(level)
+
+
+def prompt_variants(prompts: Sequence[Prompt], target: Target) -> list[tuple[dict[str, Any], str, list[Prompt]]]:
+    """Return the other ways to send prompts to a target with a chat template: with or without it, thinking or not.
+
+    Returns:
+        For each way the options of ``prompts`` that set it, a label, and the prompts.
+    """
+    template = prompts[0].template
+    source = (template or ChatTemplate()).of(target.tokenizer)
+    if not source:
+        return []
+    if template is None:
+        through = [replace(prompt, template=ChatTemplate()) for prompt in prompts]
+        return [({f"{PROMPTS}template": "checkpoint"}, "prompts through the target's chat template", through)]
+    variants: list[tuple[dict[str, Any], str, list[Prompt]]] = [(
+        {f"{PROMPTS}template": "none"}, "prompts as plain text", [replace(prompt, template=None) for prompt in prompts]
+    )]  # fmt: skip
+    names = thinking_options(source)
+    for thinking in (True, False) if names else ():
+        options = dict.fromkeys(names, thinking)
+        if not options.items() <= template.options.items():
+            other = replace(template, options={**template.options, **options})
+            label = f"prompts with thinking {'on' if thinking else 'off'}"
+            variants.append(
+                ({f"{PROMPTS}thinking": thinking}, label, [replace(prompt, template=other) for prompt in prompts])
+            )
+    return variants

@@ -1,0 +1,158 @@
+"""The task: answers of the target, every reading of the drafter along them, tables, ``summary.json`` and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from spec_lab.analysis.results import drafter_check
+from spec_lab.core.options import Number, checked
+from spec_lab.core.progress import Progress
+from spec_lab.decode.proposer import Proposer
+from spec_lab.policy.adaptive import Adaptive
+from spec_lab.propose import Null
+from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, tau
+from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, predicted
+from spec_lab.tasks.check_drafter.readings import TriedReading, try_readings
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.shell import Done, Task
+from spec_lab.text.prompts import Prompt
+from spec_lab.verify import Match
+
+
+@checked
+def check(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    expect: Annotated[float, Number(1)] | None = None,
+) -> int:
+    """Measure how well the drafter predicts the target's answers, under every reading that its files leave open.
+
+    Args:
+        lab: the parts: target, proposer, prompts and sampling.
+        settings: the scalars; ``batch_size`` answers are drafted along together.
+        config: the configuration, for the manifest.
+        console: prints the tables; default standard output.
+        expect: published tokens of a step to compare with; None: none.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: no proposer that drafts; fewer than two prompts, or answers of one token; a constraint; a directory
+            that holds another run.
+        OSError: the directory cannot be written.
+    """
+    console = console or Console()
+    lab.check_one_turn("task=check_drafter")
+    proposer = lab.proposer.proposer if isinstance(lab.proposer, Adaptive) else lab.proposer
+    if isinstance(proposer, Null) or not proposer.nodes:
+        raise ValueError("task=check_drafter: no proposer drafts: choose one, such as proposer=eagle")
+    if lab.applied is not None:
+        raise ValueError("task=check_drafter does not support constraints: set constraint=none")
+    if len(lab.prompts) < 2:
+        raise ValueError("task=check_drafter requires two prompts or more: its intervals are over them")
+    depth = draft_depth(proposer)
+
+    answers: list[Answer] = []
+
+    def measured(drafter: Proposer, prompts: Sequence[Prompt] | None) -> list[Predicted]:
+        texts = answers if prompts is None else answered(replace(lab, prompts=prompts), settings)
+        return predicted(lab.target, drafter, texts, settings.batch_size, lab.sampling, depth)
+
+    def work(_: Mapping[str, Any]) -> Done:
+        answers[:] = answered(lab, settings)
+        with Progress(desc=settings.name, unit="reading") as bar:
+            tried, best = try_readings(proposer, lab.prompts, lab.target, lab.rebuild, measured, bar.update)
+        return Done(summarise(lab, settings, tried, best, depth, expect), drafter_check.result)
+
+    def left() -> tuple[int, str]:
+        return 0, "nothing is kept of a check that has not ended"
+
+    leaves = "Summary, manifest and figures"
+    return Task(lab, settings, config, ["speculative"], work, left, leaves=leaves).run(console)
+
+
+def answered(lab: Lab, settings: Settings) -> list[Answer]:
+    """Return the target's answers to the first turns of all prompts.
+
+    Raises:
+        ValueError: a prompt that does not fit; no answer has a second token; an answer broke.
+    """
+    arm, requests, answers = lab.arm(settings, Null.load(lab.target), Match()), lab.requests(settings), list[Answer]()
+    for start in range(0, len(requests), settings.batch_size):
+        group = requests[start : start + settings.batch_size]
+        for request, outcome in zip(group, arm.decode(group).outcomes, strict=True):
+            if outcome.error:
+                raise ValueError(outcome.error)
+            answers.append(Answer(request, [*request.tokens, *outcome.tokens]))
+    if all(len(answer.tokens) - len(answer.request.tokens) < 2 for answer in answers):
+        raise ValueError("task=check_drafter requires answers of two tokens or more: set a larger max_new_tokens")
+    return answers
+
+
+def summarise(
+    lab: Lab, settings: Settings, tried: Sequence[TriedReading], best: TriedReading, depth: int, expect: float | None
+) -> dict[str, Any]:
+    """Return the contents of ``summary.json``, of readings tried, that in use first."""
+    used, shown = tried[0], best.texts
+    assert used.texts is not None and shown is not None
+    trained = used.reading.trained_context
+    texts = {"used": used.texts} | ({} if best is used else {"best": shown})
+    return {
+        "experiment": settings.name,
+        "target": lab.target.name,
+        "proposer": lab.proposer.name,
+        "temperature": lab.sampling.temperature,
+        "depth": depth,
+        "texts": len(used.texts),
+        "tokens": sum(len(text.accepted) for text in used.texts),
+        "trained_context": trained,
+        "reading": used.reading.values,
+        "best_reading": best.reading.values,
+        "gain": 0.0 if best is used else tau(shown).mean - tau(used.texts).mean,
+        "best": tried.index(best),
+        "readings": [reading.facts() for reading in tried],
+        "by_position": {name: by_range(along, False) for name, along in texts.items()},
+        "by_context": {name: by_range(along, True, trained) for name, along in texts.items()},
+        "calibration": {name: calibration(along) for name, along in texts.items()},
+        "expected": None if expect is None else explained(expect, tried, best),
+    }
+
+
+def explained(expect: float, tried: Sequence[TriedReading], best: TriedReading) -> dict[str, Any]:
+    """Return what explains the difference between a published tau and that of the reading in use.
+
+    Asked are, in this order: sampling, whether the interval over texts holds the published value; a reading of the
+    drafter that helps; and the template and thinking mode of the prompts. A change explains the difference if its
+    interval holds the value, and a part of it if the tau is nearer to it.
+
+    Args:
+        expect: the published tau.
+        tried: all readings, that in use first.
+        best: of the drafter.
+    """
+    assert tried[0].texts is not None
+    used = tau(tried[0].texts)
+    if used.low <= expect <= used.high:
+        return {"value": expect, "by": "sampling", "changed": {}, "whole": True}
+    reasons = [("reading", best)] if best is not tried[0] else []
+    reasons += [("prompts", reading) for reading in tried if reading.of_prompts and reading.texts is not None]
+    nearer: list[tuple[float, str, TriedReading]] = []
+    for by, reading in reasons:
+        assert reading.texts is not None
+        mean, low, high = tau(reading.texts)
+        if low <= expect <= high:
+            return {"value": expect, "by": by, "changed": dict(reading.changed), "whole": True}
+        if reading.gain is not None and (reading.gain.low > 0 or reading.gain.high < 0):
+            nearer.append((abs(expect - mean), by, reading))
+    away, by, reading = min(nearer, key=lambda reason: reason[0], default=(float("inf"), "", best))
+    if away < abs(expect - used.mean):
+        return {"value": expect, "by": by, "changed": dict(reading.changed), "whole": False}
+    return {"value": expect, "by": "nothing", "changed": {}, "whole": False}
