@@ -1,4 +1,4 @@
-"""The target's logits after many texts of one prompt: their prefixes are computed as a draft tree."""
+"""The target's logits after many texts of one prompt, computed as a draft tree; and along one text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape, chain
 from spec_lab.core.probabilities import finite_, logits_to_probs
 from spec_lab.core.request import Request
 from spec_lab.decode.rows import tokens_of
 from spec_lab.models.target import Target
+from spec_lab.runners.runner import KVSequence
 
 ROWS = 256
 """Most texts of one forward; the prefixes that they share with the texts before come on top."""
@@ -84,6 +85,46 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
         seen = tokens_of(whole, [request.sampling], logits.shape[-1], logits.device)
         yield TextLogits(numbers, logits, seen, request)
     lm.clock.take()
+
+
+class ComputedText(NamedTuple):
+    """A text that is computed but for its last token.
+
+    Args:
+        kv: the KV cache of its computed tokens; the caller closes it.
+        logits: ``[n, V]`` from which the n tokens of the answer are chosen.
+        hidden: ``[tokens - 1, layers * H]`` hidden states of the computed tokens; None where none are asked for.
+    """
+
+    kv: KVSequence
+    logits: Tensor
+    hidden: Tensor | None
+
+
+@torch.inference_mode()
+def compute_text(
+    target: Target, prompt: Sequence[int], answer: Sequence[int], hidden: tuple[int, ...], more: int = 0
+) -> ComputedText:
+    """Compute a prompt and an answer of at least one token by one forward.
+
+    Args:
+        target: computes them.
+        prompt, answer: the tokens.
+        hidden: numbers of the hidden states to return (``Capabilities.hidden_layers``).
+        more: positions that the KV cache has room for besides.
+    """
+    lm, count = target.lm, len(answer) - 1
+    lm.capture(hidden)
+    kv = lm.open(len(prompt) + len(answer) + more)
+    try:
+        draft = Draft(chain(count), torch.tensor(answer[:-1], dtype=torch.int64, device=lm.device))
+        output = lm.run(lm.prepare([kv], [list(prompt)], draft))
+        kv.accept(range(count))
+    except BaseException:
+        kv.close()
+        raise
+    lm.clock.take()
+    return ComputedText(kv, output.logits.clone(), output.observed(0, range(count)) if hidden else None)
 
 
 def _forwards(texts: Sequence[Text], rows: int, leaves: int | None) -> Iterator[range]:

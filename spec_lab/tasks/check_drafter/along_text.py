@@ -25,12 +25,13 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, chain, forest
 from spec_lab.core.faults import attributed
-from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer
-from spec_lab.decode.rows import tokens_of
+from spec_lab.decode.rows import constrained_probs, tokens_of
 from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.decode.text_logits import compute_text
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.tree_plan import Grown, TreePlan
@@ -193,20 +194,12 @@ class AlongText:
 
     def _computed(self, answer: Answer) -> _DraftedText:
         """Compute a text by one forward of the target."""
-        lm, request = self.target.lm, answer.request
-        rest = list(answer.tokens[len(request.tokens) : -1])
-        lm.capture(self.proposer.requires.hidden)
-        kv = lm.open(len(answer.tokens) + self.proposer.nodes)
-        draft = Draft(chain(len(rest)), torch.tensor(rest, dtype=torch.long, device=lm.device))
-        output = lm.forward([kv], [list(request.tokens)], draft)
-        hidden, nodes = None, range(len(rest))
-        if self.proposer.requires.hidden:
-            hidden = output.observed(0, nodes)
-        logits = output.logits.clone()
-        kv.accept(nodes)
-        with attributed("proposer", self.proposer):
-            state = self.proposer.init(request)
-        figures = {name: np.full((len(rest), self.depth), np.nan) for name in FIGURES}
+        request, drafter = answer.request, self.proposer
+        emitted = list(answer.tokens[len(request.tokens) :])
+        kv, logits, hidden = compute_text(self.target, request.tokens, emitted, drafter.requires.hidden, drafter.nodes)
+        with attributed("proposer", drafter):
+            state = drafter.init(request)
+        figures = {name: np.full((len(emitted) - 1, self.depth), np.nan) for name in FIGURES}
         return _DraftedText(answer, figures, logits, hidden, SequenceState(request, kv, [], state=state))
 
     def _step(self, texts: Sequence[_DraftedText], position: int) -> None:
@@ -250,7 +243,7 @@ class AlongText:
         before = [text.answer.tokens[: text.first + row] for text in texts]
         seen = tokens_of(before, [self.sampling], self.target.vocabulary, logits[0][0].device)
         return [
-            logits_to_probs(values, [replace(sampling, temperature=sampling.temperature or 1.0)], seen)
+            constrained_probs(values, [replace(sampling, temperature=sampling.temperature or 1.0)], seen, None, None)
             for values, sampling in logits
         ]
 
