@@ -87,7 +87,7 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
     lm.clock.take()
 
 
-class ComputedText(NamedTuple):
+class TextForward(NamedTuple):
     """A text that is computed but for its last token.
 
     Args:
@@ -104,7 +104,7 @@ class ComputedText(NamedTuple):
 @torch.inference_mode()
 def compute_text(
     target: Target, prompt: Sequence[int], answer: Sequence[int], hidden: tuple[int, ...], more: int = 0
-) -> ComputedText:
+) -> TextForward:
     """Compute a prompt and an answer of at least one token by one forward.
 
     Args:
@@ -124,7 +124,7 @@ def compute_text(
         kv.close()
         raise
     lm.clock.take()
-    return ComputedText(kv, output.logits.clone(), output.observed(0, range(count)) if hidden else None)
+    return TextForward(kv, output.logits.clone(), output.observed(0, range(count)) if hidden else None)
 
 
 def _forwards(texts: Sequence[Text], rows: int, leaves: int | None) -> Iterator[range]:
