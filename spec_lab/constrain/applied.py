@@ -28,6 +28,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import Form, Whole, WrongOption, check_fields
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload
 
 Placement = Literal["target", "draft", "both", "none"]
 
@@ -366,7 +367,7 @@ PARTS = ("bits", "legal", "barrier")
 
 def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  # [R, V]
     """Return the masks as ``logits_to_probs`` reads them."""
-    return torch.from_numpy(unpack(masks.bits, vocabulary)).to(device)
+    return upload(device, unpack(masks.bits, vocabulary))[0]
 
 
 def forced_token(state: ConstraintState) -> int | None:

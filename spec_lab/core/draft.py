@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spec_lab.core.limit import Limit
 from spec_lab.core.protocols import Declared
+from spec_lab.core.upload import upload
 
 Drawn = Literal["point", "iid", "without", "gumbel"]
 """How a node's token was drawn, given its earlier siblings:
@@ -390,20 +391,13 @@ class DeviceShape:
         arrays = [getattr(shape, name) for name in names]
         orders = (shape.by_rank, shape.by_turn)
         arrays += [array for order in orders for array in (order.nodes, order.parents, order.last)]
-        every = upload(device, *arrays)
+        every = upload(device, *(np.asarray(array, dtype=np.int64) for array in arrays))
         schedules = [
             Schedule(nodes, parents, order.steps, last, order.sampled)
             for order, nodes, parents, last in zip(orders, every[-6::3], every[-5::3], every[-4::3], strict=True)
         ]
         tensors = dict(zip(names, every, strict=False))
         return DeviceShape(shape.roots, shape.rows, shape.nodes, **tensors, by_rank=schedules[0], by_turn=schedules[1])
-
-
-def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    """Several arrays of whole numbers or booleans as int64 tensors on ``device``, by one copy."""
-    packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64, copy=False) for array in arrays]))
-    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:

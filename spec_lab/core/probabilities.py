@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.options import Number, Share, Temperature, Whole, check_fields
+from spec_lab.core.upload import upload
 
 TopK = Annotated[int, Whole(0, 2**31 - 1)]
 TopP = Annotated[float, Number(0, 1, above=True)]
@@ -108,13 +109,14 @@ def logits_to_probs(
     if all(s.temperature == 0 for s in rows):
         p = one_hot_(argmax(x), x)
     else:
-        cold = [row for row, s in enumerate(rows) if s.temperature == 0]
-        coldest = argmax(x[cold]) if cold else None
+        cold = any(s.temperature == 0 for s in rows)
+        coldest = argmax(x) if cold else None
         p = _softmax_(x, rows)
         if any(s.truncates for s in rows):
             p = _truncate(p, rows)
         if coldest is not None:
-            p[cold] = one_hot_(coldest, p[cold])
+            greedy = _column([s.temperature == 0 for s in rows], p, torch.bool)
+            p = torch.where(greedy, torch.zeros_like(p).scatter_(-1, coldest[:, None], 1.0), p)
     return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
 
 
@@ -214,8 +216,16 @@ def one_hot_(token: Tensor, p: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
     return p.zero_().scatter_(-1, token[:, None], 1.0)
 
 
-def _column(values: list[float], like: Tensor) -> Tensor:  # [R or 1, 1]
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:  # [R or 1, 1]
+    return _parameters(tuple(values), dtype or like.dtype, like.device)[:, None]
+
+
+@lru_cache(maxsize=256)
+def _parameters(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, kept: a batch decodes many steps with the same parameters. Equal ones need no upload."""
+    if len(set(values)) == 1:
+        return torch.full((len(values),), values[0], dtype=dtype, device=device)
+    return upload(device, torch.tensor(values, dtype=dtype).numpy())[0]
 
 
 def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
@@ -237,15 +247,15 @@ def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
     """Top-k, then top-p of what is left, then min-p; renormalised."""
     if any(s.top_k for s in rows):
         sizes = [min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows]
-        k = torch.tensor(sizes, device=p.device)
-        kth = p.topk(max(sizes), -1).values.gather(-1, (k - 1)[:, None].expand(len(p), 1))
+        k = _column(sizes, p, torch.long)
+        kth = p.topk(max(sizes), -1).values.gather(-1, (k - 1).expand(len(p), 1))
         p = torch.where(p >= kth, p, 0.0)
         p = p / p.sum(-1, keepdim=True)
     if any(s.top_p < 1 for s in rows):
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         before = ordered.double().cumsum(-1) - ordered.double()
         ordered = torch.where(before < _column([s.top_p for s in rows], before), ordered, 0.0)
-        full = torch.tensor([s.top_p >= 1 for s in rows], device=p.device)[:, None]
+        full = _column([s.top_p >= 1 for s in rows], p, torch.bool)
         p = torch.where(full, p, torch.zeros_like(p).scatter_(-1, order, ordered))
     if any(s.min_p > 0 for s in rows):
         p = torch.where(p >= _column([s.min_p for s in rows], p) * p.amax(-1, keepdim=True), p, 0.0)

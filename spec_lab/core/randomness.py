@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.core.upload import upload
+
 
 class Purpose(IntEnum):
     """The use of a choice. Two choices of one request in one step never share a purpose and an index."""
@@ -94,7 +96,11 @@ class CounterDraws:
 
     def pick(self, weights: Tensor, keys: Sequence[Key]) -> Tensor:
         """See ``Draws.pick``."""
-        return invert(weights, np.array([self.uniform(key) for key in keys]))
+        return invert(weights, keys.uniform if isinstance(keys, UploadedKeys) else self.uniforms(keys))
+
+    def uniforms(self, keys: Sequence[Key]) -> np.ndarray:  # [n]
+        """The uniforms of some keys."""
+        return np.array([self.uniform(key) for key in keys], dtype=np.float64)
 
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
         """See ``Draws.race``. One key's uniforms come from a counter-based generator of its own (Philox)."""
@@ -106,7 +112,28 @@ class CounterDraws:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def invert(weights: Tensor, uniform: np.ndarray) -> Tensor:  # [n, V], [n] -> [n]
+class UploadedKeys(list[Key]):
+    """Keys whose uniforms are on the device already.
+
+    Args:
+        keys: ``[n]``.
+        uniform: ``[n]`` float64.
+    """
+
+    def __init__(self, keys: Sequence[Key], uniform: Tensor) -> None:
+        super().__init__(keys)
+        self.uniform = uniform
+
+
+def upload_keys(draws: Draws, device: torch.device, *groups: Sequence[Key]) -> list[Sequence[Key]]:
+    """Return groups of keys for ``Draws.pick``; what the draws need on a device of all of them is uploaded at once."""
+    if device.type == "cpu" or not isinstance(draws, CounterDraws):
+        return list(groups)
+    given = upload(device, *(draws.uniforms(keys) for keys in groups))
+    return [UploadedKeys(keys, uniform) for keys, uniform in zip(groups, given, strict=True)]
+
+
+def invert(weights: Tensor, uniform: np.ndarray | Tensor) -> Tensor:  # [n, V], [n] -> [n]
     """Inverse transform sampling: the first index whose cumulated weight exceeds ``uniform`` times the total.
 
     Sums run in float64: float32 sums over a large vocabulary lose the tail. (On the CPU those over ``BLOCK`` neighbours
@@ -116,7 +143,9 @@ def invert(weights: Tensor, uniform: np.ndarray) -> Tensor:  # [n, V], [n] -> [n
         ValueError: a row of weights whose sum is zero or not finite, on the CPU. (On a device the index is then -1.)
     """
     if weights.device.type != "cpu":
-        return _invert_on_device(weights, uniform)
+        given = upload(weights.device, uniform)[0] if isinstance(uniform, np.ndarray) else uniform
+        return _invert_on_device(weights, given)
+    assert isinstance(uniform, np.ndarray)
     return torch.from_numpy(np.asarray(_invert_on_host(weights, uniform)))
 
 
@@ -169,10 +198,9 @@ def _search_all(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, n
     return index, (mass - below) / (total[row, index] - below)
 
 
-def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> Tensor:
+def _invert_on_device(weights: Tensor, uniform: Tensor) -> Tensor:
     total = weights.double().cumsum(-1)
-    u = torch.from_numpy(uniform).to(weights.device, non_blocking=True)[:, None]
-    chosen = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
+    chosen = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
     # A parallel sum can round up where nothing is added: the last index with weight up to there is meant.
     index = torch.arange(weights.shape[-1], device=weights.device)
     weighty = torch.where(weights > 0, index, 0).cummax(-1).values

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from spec_lab.constrain import Masks
 from spec_lab.constrain.protocol import TokenWeights
-from spec_lab.core.draft import POINT, Draft, Shape, upload
+from spec_lab.core.draft import POINT, Draft, Shape
 from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.upload import upload
 from spec_lab.verify import Verdict
 from spec_lab.verify.arrays import Array, Arrays
 from spec_lab.verify.verdict import in_trees
@@ -76,10 +77,10 @@ def condition_(p: Tensor, potential: Sequence[TokenWeights | None]) -> None:
     row, token, weight = upload(
         p.device,
         np.repeat(rows, [len(weights.tokens) for weights in given]),
-        np.concatenate([weights.tokens for weights in given]),
-        np.concatenate([weights.weight for weights in given]).view(np.int64),  # its bits
+        np.concatenate([weights.tokens for weights in given]).astype(np.int64, copy=False),
+        np.concatenate([weights.weight for weights in given]),
     )
-    mass = p[row, token].double() * weight.view(torch.float64)  # products of small numbers
+    mass = p[row, token].double() * weight  # products of small numbers
     total = torch.zeros(len(p), dtype=mass.dtype, device=p.device).index_add_(0, row, mass)[row]
     p.index_fill_(0, upload(p.device, np.array(rows))[0], 0.0)
     p[row, token] = torch.where(total > 0, mass / total, 0.0).to(p.dtype)
@@ -105,7 +106,7 @@ def expected_counts(
         accepted, emitted = depth, depth + (~forced & ~no_token)
         return tuple(np.bincount(shape.root, weights=verdict.stop * what, minlength=shape.roots)
                      for what in (accepted, emitted))  # type: ignore[return-value]  # fmt: skip
-    here = torch.from_numpy(np.stack([depth, ~forced])).to(no_token.device)
+    (here,) = upload(no_token.device, np.stack([depth, ~forced]))
     grid = shape.on(no_token.device).grid
     return in_trees(verdict.stop * here[0], grid).sum(1), in_trees(
         verdict.stop * (here[0] + here[1] * ~no_token), grid
@@ -120,7 +121,10 @@ def logprobs_of(
     if allowed is not None:
         logprobs = logprobs.masked_fill(~allowed, -torch.inf)
     logprobs = logprobs.log_softmax(-1)
-    parent, end, last = (torch.as_tensor(values, device=logprobs.device) for values in (draft.shape.parent, row, token))
+    parent, end, last = (
+        upload(logprobs.device, values)[0] if isinstance(values, np.ndarray) else values
+        for values in (draft.shape.parent, row, token)
+    )
     return logprobs[parent, draft.token], logprobs[end, last.clamp_min(0)]
 
 
@@ -139,7 +143,6 @@ def draft_probabilities(draft: Draft) -> Array | None:  # [M]
     sampled, q_row = (q_row >= 0) & (draft.codes != POINT), np.maximum(q_row, 0)
     if arrays.device is not None:
         sampled, q_row = upload(arrays.device, sampled, q_row)
-        sampled = sampled > 0
     return arrays.where(sampled, arrays.read(draft.q)[q_row, _tokens(draft, arrays)], np.nan)
 
 
@@ -181,7 +184,7 @@ def tokens_of(
     seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool)
     for row, tokens in enumerate(rows):
         seen[row, tokens] = True
-    return seen.to(device)
+    return upload(device, seen.numpy())[0]
 
 
 def tokens_before(
@@ -201,5 +204,5 @@ def tokens_before(
     places, edges = np.nonzero(lineage >= shape.roots)
     root, row, node = upload(texts.device, shape.root[rows], places, lineage[places, edges] - shape.roots)
     seen = texts[root]
-    seen[row, torch.as_tensor(token, device=seen.device)[node]] = True
+    seen[row, (upload(seen.device, token)[0] if isinstance(token, np.ndarray) else token)[node]] = True
     return seen

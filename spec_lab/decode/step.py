@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from spec_lab.core.clock import Clock, Mark
 from spec_lab.core.draft import Draft
@@ -20,6 +19,7 @@ from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.inference import inference
 from spec_lab.core.readback import Readback
+from spec_lab.core.upload import rows_at, uploads
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.commit import Committed, Decision, act
 from spec_lab.decode.masking import Masking
@@ -47,7 +47,7 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
     Raises:
         PartError: the proposer or the verifier raised an error, or returned what cannot be; names it.
     """
-    clock, read = arm.target.lm.clock, Readback()
+    clock, read, uploaded = arm.target.lm.clock, Readback(), uploads()
     clock.take()
     arm.target.lm.capture(arm.proposer.requires.hidden)  # in every step: arms that require others may take turns
     start = Start.of(sequences, chunks, clock.mark())
@@ -87,8 +87,8 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
         draft, committed, output.attended, clock, errors,
         expected=host["expected"], expected_emitted=host["expected_emitted"], given=p.given, empty=host["empty"],
         mask_busy=masking.seconds, draft_masks=masking.draft_seconds, copies_before=before,
-        copies_after=read.copies - before, recorded=recorder.drafts(p, host, masking, ends),
-        distributions=recorder.distributions(host, observed),
+        copies_after=read.copies - before, uploads=uploads() - uploaded,
+        recorded=recorder.drafts(p, host, masking, ends), distributions=recorder.distributions(host, observed),
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def _observation(
         tree_rows = shape.trees[tree]
         rows = [sequence.tokens[context - 1], *host["computed"][tree_rows[1:] - shape.roots].tolist()]
         if requires.logits:
-            logits = output.logits[torch.from_numpy(tree_rows).to(output.logits.device)]
+            logits = rows_at(output.logits, tree_rows.tolist())
         if requires.top_k:
             top_k = host["top_k"][tree_rows]
     tokens = sequence.tokens[start : end + 1]

@@ -44,6 +44,7 @@ class StepInfo:
         spans: the phases, and the module calls of target and proposer.
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
         copies_before, copies_after: copies from the device to the host, before and after the target's forward.
+        uploads: copies from the host to the device; none on the CPU.
         recorded: drafted and emitted tokens with their probabilities, where ``Arm.record`` asks for them.
         distributions: of the trees that ``Arm.record`` chooses; None of none.
     """
@@ -69,6 +70,7 @@ class StepInfo:
     draft_masks: float = 0.0
     copies_before: int = 0
     copies_after: int = 0
+    uploads: int = 0
     recorded: Recorded | None = None
     distributions: Distributions | None = None
     codes: np.ndarray | None = None
@@ -111,6 +113,7 @@ class StepInfo:
             "prefill_chunks": len(self.chunks),
             "copies_before": self.copies_before,
             "copies_after": self.copies_after,
+            "uploads": self.uploads,
             **self.seconds(),
         }
 

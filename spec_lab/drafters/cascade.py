@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest, upload
+from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.limit import Limit
 from spec_lab.core.options import DraftModelPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload
 from spec_lab.decode.arm import Arm, Choose, Memory
 from spec_lab.decode.capacity import most_at_once
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
@@ -346,9 +347,7 @@ class DraftCascade(Proposer):
     ) -> Draft:
         """The draft of these chains, whose tokens were sampled from the rows of ``q``; none where q is one-hot."""
         shape = forest(tuple(self._chain(len(tokens)) for tokens in chains))
-        token = torch.tensor(
-            [token_id for tokens in chains for token_id in tokens], dtype=torch.long, device=batch.device
-        )
+        token = batch.tokens([token for tokens in chains for token in tokens])
         if self.drawn == "point":
             return Draft(shape, token, broken=broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Shape
 from spec_lab.core.reading import Reading
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
@@ -154,15 +155,17 @@ class FeatureDrafter(FeatureReader):
                 tokens += sequence.tokens[len(kv) + 1 :]
                 known.append(sequence.state.features.since(len(kv)))
         given = known[0] if len(known) == 1 else torch.cat(known)
-        x = self.network.inputs(torch.tensor(tokens, device=device), given)
+        (token,) = upload(device, np.array(tokens, dtype=np.int64))
+        x = self.network.inputs(token, given)
         active = [kv for kv in kvs if kv is not None]
         feature, logits = self.network.outputs(self.lm.forward(active, lengths, x, timed))  # [n, F], to feed back
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             nonlocal feature
             nodes = rows - shape.roots
-            above = torch.tensor([number[row] for row in shape.parent[nodes].tolist()], device=device)
-            x = self.network.inputs(torch.from_numpy(token[nodes]).to(device), feature.index_select(0, above))
+            above = np.array([number[row] for row in shape.parent[nodes].tolist()])
+            drawn, above_rows = upload(device, token[nodes], above)
+            x = self.network.inputs(drawn, feature.index_select(0, above_rows))
             features, logits = self.network.outputs(self.lm.extend(kvs, shape, rows, x, timed))
             number.update(zip(rows.tolist(), range(len(feature), len(feature) + len(rows)), strict=True))
             feature = torch.cat([feature, features])

@@ -22,7 +22,8 @@ from spec_lab.core.probabilities import (
     one_hot_,
     probs_dtype,
 )
-from spec_lab.core.randomness import Key, Purpose
+from spec_lab.core.randomness import Key, Purpose, upload_keys
+from spec_lab.core.upload import upload
 from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.decode.sequence import Batch, by_row
 from spec_lab.propose.expansion import Computed, Expand
@@ -221,7 +222,9 @@ class Grower(ABC):
         if self.greedy or self.drawn == "gumbel":
             token = likeliest(scores if self.greedy else self._race(scores, rows), width)
         else:
-            keyed = [(places, self._keys(rows[places], Purpose.DRAFT, numbers)) for places, numbers in ranks]
+            keys = [self._keys(rows[places], Purpose.DRAFT, numbers) for places, numbers in ranks]
+            uploaded = upload_keys(self.batch.draws, scores.device, *keys)
+            keyed = [(places, of_rank) for (places, _), of_rank in zip(ranks, uploaded, strict=True)]
             token = sample_siblings(self.batch.draws, self.drawn, scores, ask.get("support"), keyed)
         ask["token"] = token
         if self.scored or self.path is not None:
@@ -239,7 +242,7 @@ class Grower(ABC):
     def _race(self, q: Tensor, rows: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""
         keys = self._keys(rows, Purpose.RACE, self.shape.places[rows])
-        noise = torch.from_numpy(self.batch.draws.race(q.shape[-1], keys)).to(q.device)
+        noise = upload(q.device, self.batch.draws.race(q.shape[-1], keys))[0]
         self.noise.append(noise)
         return q.double().log() + noise
 
@@ -260,7 +263,7 @@ class Grower(ABC):
             shape, kept = shape.keep(self.live)
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         self.kept = token
-        tokens = torch.from_numpy(token).to(self.batch.device)
+        tokens = self.batch.tokens(token)
         if self.drawn == "point":
             return Draft(shape, tokens, broken=self.broken)
         nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))

@@ -19,6 +19,7 @@ from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Drawn, Shape
 from spec_lab.core.options import WrongOption
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
+from spec_lab.core.upload import rows_at
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -189,7 +190,7 @@ class Hybrid(Proposer):
         if not observed.rows or not (requires.logits or requires.top_k):
             return replace(seen, rows=(), logits=None, top_k=None, accepted=accepted)
         rows = [0, *(node + 1 for node in nodes)]
-        logits = observed.logits[torch.tensor(rows)] if requires.logits and observed.logits is not None else None
+        logits = rows_at(observed.logits, rows) if requires.logits and observed.logits is not None else None
         top_k = observed.top_k[rows, : requires.top_k] if requires.top_k and observed.top_k is not None else None
         return replace(seen, rows=[observed.rows[row] for row in rows], logits=logits, top_k=top_k, accepted=accepted)
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import torch
-
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import checked
 from spec_lab.core.request import Request
@@ -91,4 +89,4 @@ class Jacobi(Proposer):
             guesses = guesses + [text[n % len(text)] for n in range(count - len(guesses))]
             drafted += guesses
             shapes.append(self._chain(count))
-        return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
+        return Draft(forest(tuple(shapes)), batch.tokens(drafted))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from spec_lab.core.draft import Drawn, chain, forest
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.upload import upload
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
 from spec_lab.propose.grower import Children, Grower
@@ -114,7 +114,7 @@ class ForcedChains(Grower):
         self.computed[self.growing] += new
         fresh = [np.arange(row - count, row) + 1 for row, count in zip(rows.tolist(), new.tolist(), strict=True)]
         logits = expand(self.shape, np.concatenate(fresh), self.token).logits
-        return RowLogits.of(logits[torch.from_numpy(new.cumsum() - 1)])
+        return RowLogits.of(logits[upload(logits.device, new.cumsum() - 1)[0]])
 
     def add(self, rows: np.ndarray, children: Children) -> None:
         """Append what was drawn, and the forced tokens after it."""
@@ -132,7 +132,7 @@ class ForcedChains(Grower):
             allowed = self.after[forced]
             if not self.greedy:
                 self.q_row[self.end[forced]] = sum(map(len, self.q)) + np.arange(len(forced))
-                self.q.append(torch.from_numpy(allowed).to(self.q[0]))
+                self.q.append(upload(self.q[0].device, allowed)[0].to(self.q[0].dtype))
             self._append(forced, allowed.argmax(-1))
         grows = (self.left > 0) & (self.size < self.length) & self.after.any(-1)
         self.growing = trees[grows[trees]]

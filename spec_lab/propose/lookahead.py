@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape, forest
 from spec_lab.core.options import Whole, checked
@@ -145,7 +144,7 @@ class Lookahead(Proposer):
             state.rows = len(tries[-1][1]) + 1 if fits else 0
             windows.append(state.levels if fits else [])
         shapes = tuple(Shape(1, np.array(parents, dtype=np.int64)) for parents, _ in tries)
-        token = torch.tensor([token for _, tokens in tries for token in tokens], dtype=torch.long, device=batch.device)
+        token = batch.tokens([token for _, tokens in tries for token in tokens])
         shape = forest(shapes)
         parents, tokens = list[int](), list[int]()
         for root, levels in enumerate(windows):
@@ -157,5 +156,5 @@ class Lookahead(Proposer):
                 tokens += level_tokens
         if not tokens:
             return Draft(shape, token)
-        extra = ComputedOnly(np.array(parents, dtype=np.int64), torch.tensor(tokens, device=batch.device))
+        extra = ComputedOnly(np.array(parents, dtype=np.int64), batch.tokens(tokens))
         return Draft(shape, token, computed_only=extra)

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import Whole, WrongOption, checked
@@ -162,7 +161,7 @@ class Ngram(Proposer):
             continued = [] if position is None else continuation(sequence.tokens, position, self.depth)
             drafted += continued
             shapes.append(self._chain(len(continued)))
-        return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
+        return Draft(forest(tuple(shapes)), batch.tokens(drafted))
 
     def init(self, request: Request) -> Index:
         """Return the index of an empty text."""
@@ -227,7 +226,7 @@ class NgramTree(Proposer):
             parents, tokens = merge(sequence.tokens, index.matches(sequence.tokens), self.depth, self.nodes)
             drafted += tokens
             shapes.append(self._shape(tuple(parents)))
-        return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
+        return Draft(forest(tuple(shapes)), batch.tokens(drafted))
 
     def init(self, request: Request) -> Index:
         """Return the index of an empty text."""

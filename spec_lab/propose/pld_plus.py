@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -19,6 +20,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -84,7 +86,7 @@ class ComputedText:
     def most_similar(self, places: Sequence[int]) -> Tensor:
         """Return the place ``[1]`` that follows the state most similar to the last one; of equals the first."""
         assert self.states is not None
-        position = torch.tensor(places, device=self.states.device)
+        (position,) = upload(self.states.device, np.array(places))
         before = self.states.index_select(0, position - (self.begin + 1))
         last = self.states[len(self.tokens) - 1]
         return position.index_select(0, (before.float() @ last.float()).argmax().view(1))
@@ -196,4 +198,4 @@ class PldPlus(Proposer):
             text = continuation(sequence.tokens, places[0] + 1, self.depth) if places else []
             drafted += text
             shapes.append(self._chain(len(text)))
-        return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
+        return Draft(forest(tuple(shapes)), batch.tokens(drafted))

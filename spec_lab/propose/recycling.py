@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
@@ -140,7 +139,7 @@ class Recycling(Proposer):
             shape, kept = (whole, slice(None)) if known.all() else whole.keep(known)
             shapes.append(shape)
             tokens.append(token[1:][kept])
-        return Draft(forest(tuple(shapes)), torch.from_numpy(np.concatenate(tokens)).to(batch.device))
+        return Draft(forest(tuple(shapes)), batch.tokens(np.concatenate(tokens)))
 
     def _unknown(self) -> np.ndarray:  # [V, k]
         return np.full((self.vocabulary, self.requires.top_k), UNKNOWN, dtype=np.int32)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Drawn
 from spec_lab.core.randomness import Draws, Key
+from spec_lab.core.upload import upload
 
 BROKEN = "the draft's logits are NaN or infinite"
 """Why a tree whose draft logits hold no distribution ends."""
@@ -30,7 +31,7 @@ def allow_(logits: Tensor, allowed: np.ndarray) -> Tensor:  # [n] bool
 
     A row without one becomes one-hot; what is drawn from it is dropped.
     """
-    logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+    logits.masked_fill_(upload(logits.device, ~allowed)[0], -torch.inf)
     possible = logits.amax(-1) > -torch.inf
     logits[:, 0].masked_fill_(~possible, 0.0)
     return possible
@@ -60,8 +61,8 @@ def sample_siblings(
     """
     left = q.clone() if drawn == "without" and len(ranks) > 1 else q
     on_host, tokens = q.device.type == "cpu", []
-    for rank, (places, keys) in enumerate(ranks):
-        rows = torch.from_numpy(places).to(q.device)
+    uploaded = upload(q.device, *(places for places, _ in ranks))
+    for rank, (rows, (_, keys)) in enumerate(zip(uploaded, ranks, strict=True)):
         weights = left if len(rows) == len(left) else left[rows]
         alive = None
         if support is not None and rank:

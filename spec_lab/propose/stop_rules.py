@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.limit import StopRule
+from spec_lab.core.upload import upload
 
 RuleName = Literal["confidence", "adaedl", "svip"]
 """Rules that a policy may name."""
@@ -30,8 +31,8 @@ class Stop:
 
     def __call__(self, probs: Tensor, trees: np.ndarray, path: np.ndarray | None = None) -> Tensor:  # [n] bool
         """At which rows drafting stops, given draft probabilities ``[n, V]``, each row's tree, and ``path`` ``[n]``."""
-        above = probs.new_ones(len(trees)) if path is None else torch.from_numpy(path).to(probs)
-        return self.rule(probs, above, torch.from_numpy(self.threshold[trees]).to(probs))
+        above, least = upload(probs.device, np.ones(len(trees)) if path is None else path, self.threshold[trees])
+        return self.rule(probs, above.to(probs.dtype), least.to(probs.dtype))
 
 
 def entropy(probs: Tensor) -> Tensor:  # [n, V] -> [n]

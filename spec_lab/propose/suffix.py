@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.options import Folder, Number, Share, Whole, WrongOption, checked
@@ -222,7 +221,7 @@ class Suffix(Proposer):
         ]
         shapes = tuple(self._shape(draft.parents) for draft in drafts)
         tokens = [token for draft in drafts for token in draft.tokens]
-        return Draft(forest(shapes), torch.tensor(tokens, dtype=torch.long, device=batch.device))
+        return Draft(forest(shapes), batch.tokens(tokens))
 
     def _draft(self, sequence: SequenceState) -> SuffixDraft:
         """Return the draft of the best score over the sources: the own text first, which wins ties.

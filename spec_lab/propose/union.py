@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from spec_lab.core.draft import ComputedOnly, Draft, Shape
 from spec_lab.core.options import WrongOption, checked
@@ -149,7 +148,7 @@ class Union(Hybrid):
             else:
                 sampled[n] = draft
         shape, token = _forest(tries)
-        drafts = [Draft(shape, torch.from_numpy(token).to(batch.device), broken=_broken(points.values()))]
+        drafts = [Draft(shape, batch.tokens(token), broken=_broken(points.values()))]
         extras = {n: _without_nodes(draft) for n, draft in points.items() if draft.computed_only is not None}
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))

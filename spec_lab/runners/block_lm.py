@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
 from spec_lab.core.inference import inference
+from spec_lab.core.upload import upload
 from spec_lab.runners.attention import Pack
 from spec_lab.runners.feature_lm import FeatureCells
 from spec_lab.runners.prepare import Prepared
@@ -43,15 +45,15 @@ class BlockLM(FeatureCells):
             Outputs ``[B, c + b, Y]``.
         """
 
-        def call(rows: Tensor, prepared: Prepared, outputs: Tensor = NO_ROWS) -> Tensor:
+        def call(rows: Tensor, prepared: Prepared, outputs: np.ndarray = NO_ROWS) -> Tensor:
             with timed:
-                return self.layers(rows[None], prepared.positions, prepared.pack, outputs.to(self.device))
+                return self.layers(rows[None], prepared.positions, prepared.pack, upload(self.device, outputs)[0])
 
         parts, size = self._append_early(sequences, features, call), block.shape[1]
         prepared = self._packer.blocks(sequences, [len(part) for part in parts], size)
-        block_rows = torch.cat([torch.arange(rows.start - before, rows.stop) for rows in prepared.nodes])
+        block_rows = np.concatenate([np.arange(rows.start - before, rows.stop) for rows in prepared.nodes])
         rows = torch.cat([piece for both in zip(parts, block, strict=True) for piece in both])
         return call(rows, prepared, block_rows).unflatten(0, (-1, before + size))
 
 
-NO_ROWS = torch.arange(0)
+NO_ROWS = np.arange(0)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Shape, upload
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.inference import inference
+from spec_lab.core.upload import upload
 from spec_lab.runners.draft_pass import Partial, Route
 from spec_lab.runners.forward import ModelCall
 from spec_lab.runners.kv_cache import Ahead, CellSequence

@@ -16,6 +16,7 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
+from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import AttentionKind, Pack
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.runners.prepare import Packer, Prepared
@@ -99,8 +100,7 @@ class FeatureLM(FeatureCells):
         outputs = call(inputs, prepared)
         if len(sequences) == 1:
             return outputs[-1:]
-        last = [rows.stop - 1 for rows in prepared.pending]
-        return outputs.index_select(0, torch.tensor(last, device=outputs.device))
+        return rows_at(outputs, [rows.stop - 1 for rows in prepared.pending])
 
     @inference
     def extend(self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, inputs: Tensor, timed: Phase) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.upload import upload_all
+from spec_lab.core.upload import upload
 from spec_lab.runners.attention import FULL, AttentionKind, CellCache, uncounted
 from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence, stored
@@ -267,18 +267,20 @@ class Graphs:
         self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor | np.ndarray
     ) -> Forward:
         """``CausalLM.extend``."""
+        planned, drafted = self.packer.plan_level(sequences, shape, rows), None
         if isinstance(token, np.ndarray):
-            (token,) = upload_all(self.packer.device, [token])
-        planned = self.packer.plan_level(sequences, shape, rows)
-        return self._fixed(planned, None, token) or self.packer.finish_level(planned, token)
+            planned.numbers[0] = token
+        else:
+            drafted = token
+        return self._fixed(planned, None, drafted) or self.packer.finish_level(planned, token)
 
     def _fixed(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> FixedForward | None:
         """Fill the inputs of a forward; None where a stream has more rows than ``MAX_ROWS``.
 
         Args:
             planned: its rows and cells.
-            draft: its forest; None where ``tokens`` of all rows are given, which then all get logits.
-            tokens: ``[N]`` on the device.
+            draft: its forest; None where all rows get logits.
+            tokens: ``[N]`` of these, on the device; None where the plan holds them.
         """
         rows = [0] * self.cells.streams
         begins = []  # of each sequence's rows: stream, first row in the stream
@@ -358,8 +360,9 @@ class Graphs:
         key = (given.bucket, call.layers)
         known = self.captured.get(key)
         buffers = Buffers(given.bucket, bool(kinds), device) if known is None else known[0]
-        buffers.numbers.copy_(_host(given.numbers, device), non_blocking=True)
-        buffers.flags.copy_(_host(given.flags, device), non_blocking=True)
+        numbers, flags = upload(device, given.numbers, given.flags)
+        buffers.numbers.copy_(numbers)
+        buffers.flags.copy_(flags)
         if given.drafted is not None:
             count = given.drafted.shape[0]
             buffers.ids.view(-1).index_copy_(0, buffers.wanted[given.roots : given.roots + count], given.drafted)
@@ -379,8 +382,3 @@ class Graphs:
         self._generation = self.cells.generation  # the first forward may have allocated cells
         chosen = logits[: given.rows].clone()
         return chosen, None if hidden is None else hidden.index_select(0, buffers.packed[: given.total])
-
-
-def _host(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor

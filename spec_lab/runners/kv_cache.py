@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.core.upload import upload
+
 GRAIN = 256  # cells; streams grow to multiples of it
 
 
@@ -274,7 +276,7 @@ class Cells:
     def clear(self, sequence: CellSequence, slots: np.ndarray) -> None:
         """Overwrite cells with zeros."""
         for store in self._of_stream(sequence.stream):
-            store[:, :, torch.from_numpy(slots).to(store.device)] = 0
+            store[:, :, upload(store.device, slots)[0]] = 0
 
     def backtrack(self, sequence: CellSequence, length: int) -> None:
         """Shorten the sequence to its first ``length`` cells."""
@@ -449,7 +451,7 @@ def _by_stream(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]
 
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:
     """The cheapest index for ``slots``: a slice where each follows the one before."""
-    return as_slice(slots) or torch.from_numpy(slots).to(device)
+    return as_slice(slots) or upload(device, slots)[0]
 
 
 def as_slice(slots: np.ndarray) -> slice | None:

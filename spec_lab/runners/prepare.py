@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.core.upload import upload_all
+from spec_lab.core.upload import upload
 from spec_lab.runners.attention import FULL, AttentionKind, Pack, Segment, attention_mask
 from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.kv_cache import NONE_HELD, Cells, CellSequence, as_slice
@@ -269,7 +269,7 @@ class Packer:
         only trees need.
         """
         given = np.array([[tokens[0] for tokens in pending], cells], dtype=np.int64)  # positions are cells here
-        (numbers,) = upload_all(self.device, [given])
+        (numbers,) = upload(self.device, given)
         segments = self._no_segments()
         for kind, kind_segments in segments.items():
             for row, (sequence, cell) in enumerate(zip(sequences, cells, strict=True)):
@@ -368,7 +368,7 @@ class Packer:
         """
         segments, host = self._no_segments(), list(arrays)
         attended = sum(self._add(segments, new, host) for new in planned.new)
-        there = upload_all(self.device, host)
+        there = upload(self.device, *host)
         if len(host) > len(arrays):
             masks: dict[int, Tensor] = {}
             for kind_segments in segments.values():

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.upload import rows_at
 from spec_lab.runners.forward import Forward
 from spec_lab.runners.kv_cache import CellSequence
 from spec_lab.runners.memory_need import StateMemory
@@ -132,7 +133,7 @@ def _tokens(draft: Draft, nodes: np.ndarray) -> list[Any]:
     """Drafted tokens, on the host if they are there."""
     if draft.array is not None:
         return list(draft.array[nodes].tolist())
-    return list(draft.token[torch.from_numpy(nodes).to(draft.token.device)].unbind())
+    return list(rows_at(draft.token, nodes.tolist()).unbind())
 
 
 def _advancing(prepared: Prepared, states: Sequence[RecurrentStates], drafted: Sequence[list[Any]]) -> Prepared:

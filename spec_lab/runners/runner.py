@@ -17,6 +17,7 @@ from torch import Tensor
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import Attention
 from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
 
@@ -136,8 +137,7 @@ class Output:
         rows = self.pending_rows[sequence]
         if nodes or not isinstance(rows, slice):
             node_rows = _numbers(self.node_rows[sequence]) if nodes else []
-            index = np.array([*_numbers(rows), *(node_rows[node] for node in nodes)], dtype=np.int64)
-            states = self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
+            states = rows_at(self.hidden, [*_numbers(rows), *(node_rows[node] for node in nodes)])
         else:
             states = self.hidden[rows].clone()
         return torch.cat([self.early[sequence], states]) if sequence in self.early else states

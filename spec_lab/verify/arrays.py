@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import DeviceShape, Shape
+from spec_lab.core.upload import upload
 
 CHUNK = 2**19
 """Numbers per token worked on at a time: they stay in a processor's cache, and their memory is used again. (Megabytes
@@ -78,7 +79,7 @@ class Arrays:
         """Rows given as a NumPy array or a tensor, as an array."""
         if self.device is None:
             return rows.numpy() if isinstance(rows, Tensor) else rows
-        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)
+        return rows if isinstance(rows, Tensor) else upload(self.device, rows)[0]
 
     def shape(self, shape: Shape) -> Shape | DeviceShape:
         """A forest's index arrays."""

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WITHOUT, Draft, Schedule, upload
+from spec_lab.core.draft import POINT, WITHOUT, Draft, Schedule
+from spec_lab.core.upload import upload
 from spec_lab.verify.arrays import CHUNK, parts, rows_of, zeroed_
 from spec_lab.verify.siblings import HUGE, TINY, Siblings
 
@@ -64,7 +65,7 @@ class Parallel:
 
     def _flags(self, *flags: np.ndarray) -> list[Tensor]:
         """Booleans of the host."""
-        return [flag.bool() for flag in upload(self.siblings.p.device, *flags)]
+        return upload(self.siblings.p.device, *flags)
 
     def _drawn(self) -> NodeNumbers:
         """In the order of the nodes. Whether tokens can have been drawn as stated is not checked: it would wait."""

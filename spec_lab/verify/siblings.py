@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, upload
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.upload import upload
 from spec_lab.verify.arrays import Array, Arrays, rows_of, view
 
 EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import SOME_WAYS, Draft, Drawn, Shape
 from spec_lab.core.protocols import FACTS, FLAG, TEXT, Part, default
-from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.core.randomness import Draws, Key, Purpose, upload_keys
 from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
 
@@ -255,19 +255,20 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
         ValueError: the sum of a distribution is zero or not finite, on the CPU; see ``Choice.token``.
     """
     arrays = Arrays.like(p)
-    row = arrays.range(shape.roots)
+    row, every = arrays.range(shape.roots), parts(shape.roots, p, CHUNK)
+    emits = [[Key(*key, Purpose.EMIT) for key in who[part]] for part in every]
+    stops = [[Key(*key, Purpose.STOP) for key in who]] if shape.nodes else []
+    keys = upload_keys(draws, p.device, *emits, *stops)
     if shape.nodes:
         grid = arrays.shape(shape).grid
-        stop = arrays.tensor(in_trees(verdict.stop, grid))
-        row = grid[row, arrays.read(draws.pick(stop, [Key(*key, Purpose.STOP) for key in who]))]
-    keys = [Key(*key, Purpose.EMIT) for key in who]
+        row = grid[row, arrays.read(draws.pick(arrays.tensor(in_trees(verdict.stop, grid)), keys[-1]))]
     tokens, empties = [], []
-    for part in parts(shape.roots, p, CHUNK):
+    for part, emit in zip(every, keys[: len(every)], strict=True):
         residual = verdict.residual(row[part])
         empty = arrays.read(residual.sum(-1)) == 0 if shape.nodes else arrays.full(len(residual), 0.0) > 0
         if shape.nodes and (arrays.device is not None or empty.any()):
             residual = torch.where(arrays.tensor(empty)[:, None], rows_of(p, row[part]), residual)
-        tokens.append(arrays.read(draws.pick(residual, keys[part])))
+        tokens.append(arrays.read(draws.pick(residual, emit)))
         empties.append(empty)
     joined = np.concatenate if arrays.device is None else torch.cat
     token, none_left = (pieces[0] if len(pieces) == 1 else joined(pieces) for pieces in (tokens, empties))

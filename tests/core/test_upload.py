@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.upload import upload_all
+from spec_lab.core.upload import upload
 
 ARRAYS = [
     np.arange(6).reshape(2, 3),
@@ -16,13 +16,13 @@ ARRAYS = [
 
 
 def test_on_the_cpu_nothing_is_copied():
-    for array, tensor in zip(ARRAYS, upload_all(torch.device("cpu"), ARRAYS), strict=True):
+    for array, tensor in zip(ARRAYS, upload(torch.device("cpu"), *ARRAYS), strict=True):
         assert np.array_equal(tensor.numpy(), array) and np.shares_memory(tensor.numpy(), array) == bool(array.size)
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_other_devices_have_the_same_shapes_types_and_values(device):
-    for array, tensor in zip(ARRAYS, upload_all(torch.device(device), ARRAYS), strict=True):
+    for array, tensor in zip(ARRAYS, upload(torch.device(device), *ARRAYS), strict=True):
         assert tensor.device.type == device and tensor.shape == array.shape
         assert tensor.dtype == torch.from_numpy(array[:0]).dtype
         assert device == "meta" or np.array_equal(tensor.cpu().numpy(), array)

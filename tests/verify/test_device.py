@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core import draft as draft_module
-from spec_lab.core.draft import WAYS, Draft, Shape, chain, forest, tree, upload
+from spec_lab.core.draft import WAYS, Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
+from spec_lab.core.upload import upload
 from spec_lab.verify import (
     Cascade,
     Choice,

@@ -17,6 +17,7 @@ from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import DrafterPath, Filled
 from spec_lab.core.request import Request
+from spec_lab.core.upload import rows_at, upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import Features
@@ -211,11 +212,13 @@ class HeadRows:
         with self.timed:
             for length in sorted({len(path.tokens) for path in paths}):
                 some = [number for number, path in enumerate(paths) if len(path.tokens) == length]
-                token = torch.tensor([paths[number].tokens for number in some], device=self.states.device)
-                which = torch.tensor([paths[number].state for number in some], device=self.states.device)
+                token, which = upload(
+                    self.states.device,
+                    np.array([paths[number].tokens for number in some], dtype=np.int64),
+                    np.array([paths[number].state for number in some], dtype=np.int64),
+                )
                 parts.append(self.network(self.network.inputs(self.states.index_select(0, which), token)))
                 order += some
             if len(parts) == 1:
                 return RowLogits.of(parts[0])
-            back = torch.from_numpy(np.argsort(order)).to(self.states.device)
-            return RowLogits.of(torch.cat(parts).index_select(0, back))
+            return RowLogits.of(rows_at(torch.cat(parts), np.argsort(order).tolist()))

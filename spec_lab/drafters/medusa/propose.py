@@ -22,6 +22,7 @@ from spec_lab.core.inference import inference
 from spec_lab.core.options import Count, DrafterPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import likeliest
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.features import Features
@@ -201,7 +202,7 @@ class Medusa(Proposer):
         states = [hidden for tree in active if (hidden := last[tree]) is not None]
         hidden = states[0] if len(states) == 1 else torch.cat(states)
         following = np.array([batch.sequences[tree].tokens[computed[tree]] for tree in active])
-        pending = torch.from_numpy(following).to(lm.device)
+        (pending,) = upload(lm.device, following)
         with batch.clock.phase("propose_forward"):
             logits = self.heads(hidden, pending)  # [B, K, V]
         tokens = likeliest(logits.flatten(0, 1), self._width)
@@ -225,4 +226,4 @@ class Medusa(Proposer):
         every, shape = np.concatenate(index), forest(tuple(shapes))
         if np.array_equal(every, np.arange(len(active) * self._depth * self._width)):
             return shape, active, None
-        return shape, active, torch.from_numpy(every).to(self.heads.weight.device)
+        return shape, active, upload(self.heads.weight.device, every)[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, chain, forest
 from spec_lab.core.options import DrafterPath, Filled, Whole, brief, checked
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter
@@ -122,7 +123,7 @@ class Pard(CachedDrafter):
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             level = masks.shape.grid[number[shape.root[rows]], shape.depth[rows]]
-            return RowLogits.of(logits.index_select(0, torch.from_numpy(level).to(logits.device)))
+            return RowLogits.of(logits.index_select(0, upload(logits.device, level)[0]))
 
         return Forwards(RowLogits.of(logits[: len(active)]), expand)
 

@@ -19,6 +19,7 @@ from spec_lab.core.clock import Phase
 from spec_lab.core.draft import Shape, chain
 from spec_lab.core.options import Count, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.skip.search import (
@@ -286,4 +287,4 @@ def _ordered(parts: Sequence[Tensor | None], order: Sequence[np.ndarray]) -> Row
         return RowLogits.of(every[0])
     back = np.argsort(np.concatenate(order))
     logits = torch.cat(every)
-    return RowLogits.of(logits.index_select(0, torch.from_numpy(back).to(logits.device)))
+    return RowLogits.of(logits.index_select(0, upload(logits.device, back)[0]))
