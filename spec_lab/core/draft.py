@@ -10,7 +10,7 @@ K maximum number of children of a row, D depth of the deepest node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -77,6 +77,24 @@ class Level(NamedTuple):
 
     parents: np.ndarray
     ranks: list[tuple[np.ndarray, np.ndarray]]
+
+
+class Drawing(NamedTuple):
+    """The order in which a forest of known shape is drawn: level by level, all children of a row side by side.
+
+    Args:
+        rows: ``[E]`` those with children, level by level.
+        order: ``[M]`` the place of each node among all that are drawn; each row of a level has room for as many
+            children as the one with the most.
+        tokens: for each level but the last, where the tokens of those of its nodes that have children stand among its
+            own.
+        above: likewise the number of each one's parent among the rows with children of the level above.
+    """
+
+    rows: np.ndarray
+    order: np.ndarray
+    tokens: list[np.ndarray]
+    above: list[np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,6 +296,22 @@ class Shape:
         return levels
 
     @cached_property
+    def drawing(self) -> Drawing:
+        """How it is drawn where no token is looked at."""
+        place, parent_of = np.zeros(self.rows, dtype=np.int64), np.zeros(self.rows, dtype=np.int64)
+        order, tokens, above, first = np.empty(self.nodes, dtype=np.int64), list[np.ndarray](), list[np.ndarray](), 0
+        for number, level in enumerate(self.levels):
+            if number:
+                tokens.append(place[level.parents])
+                above.append(parent_of[level.parents])
+            for rank, (nodes, parents) in enumerate(level.ranks):
+                place[nodes], parent_of[nodes] = parents * len(level.ranks) + rank, parents
+                order[nodes - self.roots] = first + place[nodes]
+            first += len(level.parents) * len(level.ranks)
+        rows = [level.parents for level in self.levels] or [np.empty(0, dtype=np.int64)]
+        return Drawing(np.concatenate(rows), order, tokens, above)
+
+    @cached_property
     def tours(self) -> list[list[tuple[int, bool]]]:
         """For each root a walk around its tree, depth first, siblings in the order drawn: all nodes, each as (row,
         False) when it is entered and as (row, True) when it is left, after all below it.
@@ -476,6 +510,24 @@ class ComputedOnly(NamedTuple):
     token: Tensor
 
 
+BROKEN = "the draft's logits are NaN or infinite"
+"""Why a tree whose draft logits hold no distribution ends."""
+
+
+class Late(NamedTuple):
+    """What the host learns of a draft only with the outcome of its verification.
+
+    Args:
+        broken: ``[B]`` bool, on the device: trees whose draft logits hold no distribution.
+        q_row: ``[R]`` ``Draft.q_row`` on the device, 0 for -1.
+        finish: receives the drafted tokens ``[M]``; None where nobody needs them.
+    """
+
+    broken: Tensor
+    q_row: Tensor
+    finish: Callable[[np.ndarray], None] | None
+
+
 @dataclass(frozen=True, eq=False)
 class Draft:
     """A forest with its tokens, and the draft distributions they were drawn from.
@@ -499,6 +551,7 @@ class Draft:
         computed_only: rows that are computed with the draft and never accepted.
         one_hot: whether every q is one-hot, as at temperature 0, so that sampled nodes are verified as points are.
         limits: ``[B]`` what a policy allowed, for records; empty without one.
+        late: of a draft that nobody has looked at; no node of it can be left out. None elsewhere.
     """
 
     shape: Shape
@@ -511,6 +564,7 @@ class Draft:
     computed_only: ComputedOnly | None = None
     one_hot: bool = False
     limits: Sequence[Limit] = ()
+    late: Late | None = None
 
     def __post_init__(self) -> None:
         if self.token.numel() != self.shape.nodes:
@@ -610,6 +664,7 @@ class Draft:
 
     def _keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
         """``rows``: ``[R + X]``."""
+        assert self.late is None, "nothing is left out of a draft that stays on the device"
         shape, extra = self.shape, self.computed_only
         smaller, kept = self.computed_shape.keep(rows)
         if extra is not None:

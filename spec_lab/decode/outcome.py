@@ -101,6 +101,8 @@ class TargetDistribution(ABC):
         outcome, draft, rows = self._verified(), self.draft, self.rows
         if self.undefined is not None:
             outcome["undefined"] = self.undefined
+        if draft.late is not None:
+            outcome["undrafted"] = draft.late.broken
         if draft.shape.nodes:
             outcome["drafted"] = draft.token if draft.array is None else draft.array[: draft.shape.nodes]
         if rows.logprobs:

@@ -143,6 +143,7 @@ class Batch:
         read: reads tensors on the host, once for each level that is drafted.
         limits: ``[B]`` what a policy allows; empty without one.
         stop: the policy's rule that stops drafts early, with the thresholds of ``limits``; None without one.
+        deferred: whether a draft may stay on the device until the step reads its tokens (``Draft.late``).
     """
 
     target: Target
@@ -153,6 +154,7 @@ class Batch:
     read: Readback = field(default_factory=Readback)
     limits: Sequence[Limit] = ()
     stop: StopRule | None = None
+    deferred: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spec_lab.core.clock import Clock, Mark
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import BROKEN, Draft
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.inference import inference
@@ -55,7 +55,8 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
         return _only_chunks(arm, start)
     with clock.phase("propose"):  # 1. Draft.
         masking = Masking(arm.constraint, sequences)
-        batch = Batch(arm.target, start.sequences, arm.draws, clock, masking.of_draft, read)
+        deferred = masking.constraint is None and arm.target.lm.device.type != "cpu"
+        batch = Batch(arm.target, start.sequences, arm.draws, clock, masking.of_draft, read, deferred=deferred)
         draft = propose(arm, batch) if masking.supports_drafts else no_draft(len(sequences), batch.device)
     draft = masking.mask(draft, clock, read)  # 2. Masks of the forest, perhaps in a thread during the forward.
     before = read.copies
@@ -159,6 +160,8 @@ def _broken(
 ) -> dict[int, tuple[str, str]]:
     """For each tree without a commit how its sequence ends, and why. Constraints that only observe end nothing."""
     broken = {tree: ("nan", why) for tree, why in draft.broken.items()}
+    if "undrafted" in host:
+        broken |= dict.fromkeys(np.flatnonzero(host["undrafted"]).tolist(), ("nan", BROKEN))
     if "undefined" in host:
         undefined = set(draft.shape.root[host["undefined"]].tolist())
         broken |= dict.fromkeys(undefined, ("nan", "the target's logits are NaN or infinite"))
@@ -197,6 +200,8 @@ def _observe(
     first = len(start.sequences)
     observed += [_chunk(arm, *chunk, output, first + number) for number, chunk in enumerate(start.chunks)]
     with attributed("proposer", arm.proposer):
+        if forest.late is not None and forest.late.finish is not None:
+            forest.late.finish(host["drafted"])
         arm.proposer.observe(observed)
     return observed
 

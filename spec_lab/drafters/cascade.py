@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.draft import BROKEN, Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.limit import Limit
 from spec_lab.core.options import DraftModelPath, Filled, Temperature, WrongOption, checked
@@ -36,7 +36,6 @@ from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import StepInfo, step
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
-from spec_lab.propose.siblings import BROKEN
 from spec_lab.propose.trees import Choices, TreeDepth, depth_of
 from spec_lab.runners.runner import DraftRunner, KVSequence
 
@@ -125,7 +124,7 @@ class WithinChain(Proposer):
     def propose(self, batch: Batch) -> Draft:
         """The inner proposer's draft."""
         left = [Limit(self.ends[sequence] - len(sequence.tokens) - 1) for sequence in batch.sequences]
-        limited = replace(batch, limits=left)
+        limited = replace(batch, limits=left, deferred=False)
         return self.inner.propose(limited).cut_nodes(limited.room())
 
     def observe(self, observed: Sequence[Observation]) -> None:

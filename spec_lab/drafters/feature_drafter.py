@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.reading import Reading
-from spec_lab.core.upload import upload
+from spec_lab.core.upload import rows_at, upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
 from spec_lab.models.target import Target
+from spec_lab.propose.device_levels import DeviceLevels
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards
@@ -144,19 +145,11 @@ class FeatureDrafter(FeatureReader):
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
         """Append the newly computed positions."""
         timed, device = batch.clock.phase("propose_forward"), self.lm.device
-        kvs: list[KVSequence | None] = [None] * len(depths)
-        lengths, tokens, known = list[int](), list[int](), list[Tensor]()
-        number: dict[int, int] = {}  # of each computed row among the rows of ``feature``
-        for tree, (sequence, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
-            if depth:
-                kv = kvs[tree] = sequence.state.kv
-                number[tree] = len(lengths)
-                lengths.append(len(sequence.kv) - len(kv))
-                tokens += sequence.tokens[len(kv) + 1 :]
-                known.append(sequence.state.features.since(len(kv)))
-        given = known[0] if len(known) == 1 else torch.cat(known)
-        (token,) = upload(device, np.array(tokens, dtype=np.int64))
-        x = self.network.inputs(token, given)
+        kvs, lengths, tokens, known = self._new(batch, depths)
+        drafted = [tree for tree, depth in enumerate(depths) if depth]
+        number = dict(zip(drafted, range(len(drafted)), strict=True))  # of each computed row among those of ``feature``
+        (token,) = upload(device, tokens)
+        x = self.network.inputs(token, known)
         active = [kv for kv in kvs if kv is not None]
         feature, logits = self.network.outputs(self.lm.forward(active, lengths, x, timed))  # [n, F], to feed back
 
@@ -172,3 +165,41 @@ class FeatureDrafter(FeatureReader):
             return RowLogits.of(logits)
 
         return Forwards(RowLogits.of(logits), expand)
+
+    def draft_ahead(self, batch: Batch, depths: Sequence[int], levels: DeviceLevels) -> Draft | None:
+        """See ``TreeProposer``."""
+        timed = batch.clock.phase("propose_forward")
+        kvs, lengths, tokens, known = self._new(batch, depths)
+        planned = self.lm.levels_ahead(kvs, lengths, levels.shape, [tokens, *levels.arrays])
+        if planned is None:
+            return None
+        token, *given = planned.given
+        y = self.lm.run_level(planned.first, self.network.inputs(token, known), timed)
+        feature, logits = self.network.outputs(rows_at(y, [rows.stop - 1 for rows in planned.first.pending]))
+
+        def compute(level: int, token: Tensor, above: Tensor) -> Tensor:
+            nonlocal feature
+            x = self.network.inputs(token, feature.index_select(0, above))
+            feature, logits = self.network.outputs(self.lm.run_level(planned.levels[level - 1], x, timed))
+            return logits
+
+        return levels.grow(logits, compute, given, None)
+
+    def _new(
+        self, batch: Batch, depths: Sequence[int]
+    ) -> tuple[list[KVSequence | None], list[int], np.ndarray, Tensor]:
+        """The newly computed positions of the sequences that are drafted for.
+
+        Returns:
+            ``[B]`` KV caches, None where nothing is drafted; how many positions each of the others gets, the tokens
+            after them ``[n]``, and their features ``[n, F]``.
+        """
+        kvs: list[KVSequence | None] = [None] * len(depths)
+        lengths, tokens, known = list[int](), list[int](), list[Tensor]()
+        for tree, (sequence, depth) in enumerate(zip(batch.sequences, depths, strict=True)):
+            if depth:
+                kv = kvs[tree] = sequence.state.kv
+                lengths.append(len(sequence.kv) - len(kv))
+                tokens += sequence.tokens[len(kv) + 1 :]
+                known.append(sequence.state.features.since(len(kv)))
+        return kvs, lengths, np.array(tokens, dtype=np.int64), known[0] if len(known) == 1 else torch.cat(known)

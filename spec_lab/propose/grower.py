@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import BROKEN, Draft, Drawn, Shape
 from spec_lab.core.probabilities import (
     Sampling,
     finite,
@@ -27,7 +27,7 @@ from spec_lab.core.upload import upload
 from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.decode.sequence import Batch, by_row
 from spec_lab.propose.expansion import Computed, Expand
-from spec_lab.propose.siblings import BROKEN, allow_, how_many, sample_siblings
+from spec_lab.propose.siblings import allow_, how_many, sample_siblings
 from spec_lab.propose.stop_rules import Stop
 
 
@@ -263,7 +263,7 @@ class Grower(ABC):
             shape, kept = shape.keep(self.live)
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         self.kept = token
-        tokens = self.batch.tokens(token)
+        (tokens,) = upload(self.batch.device, token)
         if self.drawn == "point":
             return Draft(shape, tokens, broken=self.broken)
         nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))

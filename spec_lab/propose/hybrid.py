@@ -162,7 +162,7 @@ class Hybrid(Proposer):
         viewed = [replace(batch.sequences[n], state=batch.sequences[n].state.each[part]) for n in numbers]
         masks = None if batch.draft_masks is None else batch.draft_masks.view(numbers)
         limits = [batch.limits[n] for n in numbers] if batch.limits else ()
-        return replace(batch, sequences=viewed, draft_masks=masks, limits=limits)
+        return replace(batch, sequences=viewed, draft_masks=masks, limits=limits, deferred=False)
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Let each part observe what it requires, and the rows that it drafted."""

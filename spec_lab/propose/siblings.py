@@ -12,9 +12,6 @@ from spec_lab.core.draft import Drawn
 from spec_lab.core.randomness import Draws, Key
 from spec_lab.core.upload import upload
 
-BROKEN = "the draft's logits are NaN or infinite"
-"""Why a tree whose draft logits hold no distribution ends."""
-
 
 def how_many(support: np.ndarray, width: int, drawn: Drawn) -> np.ndarray:  # [n] -> [n]
     """Return how many of ``width`` siblings are drawn at parents whose q has mass on ``support`` tokens.

@@ -16,6 +16,7 @@ from spec_lab.core.options import Share, Temperature, WrongOption, brief, checke
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.device_levels import DeviceLevels
 from spec_lab.propose.expansion import Computed, Expand, RowLogits
 from spec_lab.propose.grower import Grower
 from spec_lab.propose.levels import ForcedChains, LevelByLevel
@@ -272,6 +273,23 @@ class TreePlan:
         if self.budget is not None and self.budget.children > vocabulary:
             raise WrongOption(f"children: {self.budget.children} children do not fit a vocabulary of {vocabulary}")
 
+    def levels_ahead(self, batch: Batch, depths: Sequence[int]) -> DeviceLevels | None:
+        """Return the forest of a batch where it can be drafted without a look at a token; else None.
+
+        Args:
+            batch, depths: as of ``draft``.
+        """
+        samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
+        if self.budget is not None or self.stop(batch) is not None:
+            return None
+        if not DeviceLevels.fits(self.drawn, batch, self.branches, samplings):
+            return None
+        return DeviceLevels(self.drawn, batch, self._forest(depths), samplings)
+
+    def _forest(self, depths: Sequence[int]) -> Shape:
+        """The static trees of these depths."""
+        return forest(tuple(self._cut[min(depth, len(self._cut) - 1)] for depth in depths))
+
     def draft(
         self,
         batch: Batch,
@@ -302,8 +320,7 @@ class TreePlan:
         elif forced is not None:
             grower = ForcedChains(self.drawn, batch, depths, forced, samplings, self.stop(batch))
         else:
-            shape = forest(tuple(self._cut[min(depth, len(self._cut) - 1)] for depth in depths))
-            grower = LevelByLevel(self.drawn, batch, shape, samplings, self.stop(batch), lenient)
+            grower = LevelByLevel(self.drawn, batch, self._forest(depths), samplings, self.stop(batch), lenient)
         draft = grower.grow(roots, expand)
         return Grown(draft, grower.shape, grower.token, grower.kept)
 

@@ -12,6 +12,7 @@ from spec_lab.core.inference import inference
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.proposer import Proposer, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.propose.device_levels import DeviceLevels
 from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.tree_plan import Grown, TreePlan
 
@@ -82,6 +83,15 @@ class TreeProposer(Proposer):
             depths: ``[B]`` levels below each.
         """
 
+    def draft_ahead(self, batch: Batch, depths: Sequence[int], levels: DeviceLevels) -> Draft | None:
+        """Draft a forest of known shape without a copy to the host; None where the drafter looks at tokens.
+
+        Args:
+            batch, depths: as of ``begin``.
+            levels: the forest.
+        """
+        return None
+
     @inference
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence below which the drafter can."""
@@ -89,6 +99,11 @@ class TreeProposer(Proposer):
         depths = [max(0, min(level, self.plan.depth)) for level in levels]
         if not any(depths):
             return self.plan.draft(batch, depths, None, None).draft
+        if batch.deferred and not self.lenient:
+            ahead = self.plan.levels_ahead(batch, depths)
+            draft = None if ahead is None else self.draft_ahead(batch, depths, ahead)
+            if draft is not None:
+                return draft
         forwards = self.begin(batch, depths)
         try:
             forced = (

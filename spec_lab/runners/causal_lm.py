@@ -39,7 +39,7 @@ from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.runners.layer_ranges import LayerRanges, find_layers
 from spec_lab.runners.memory_need import ModelMemory
 from spec_lab.runners.model_work import memory_of, parameters_of, work_of
-from spec_lab.runners.prepare import Packer
+from spec_lab.runners.prepare import LevelsAhead, Packer, Prepared
 from spec_lab.runners.quantized import recorded
 from spec_lab.runners.recurrent import Recurrence
 from spec_lab.runners.rounded import rounded_logits
@@ -301,6 +301,33 @@ class CausalLM(DraftRunner):
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
             return Extended(*prepared.compute(self.call))
+
+    @property
+    def plans_levels(self) -> bool:
+        """Not in fixed shapes, nor of recurrent layers. Dense attention reads cells that are not written yet."""
+        return self._way is self._packer and not self._packer.dense
+
+    def levels_ahead(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        shape: Shape,
+        arrays: Sequence[np.ndarray],
+    ) -> LevelsAhead | None:
+        """See ``runner.DraftRunner``."""
+        packer = self._packer
+        if max(map(len, pending)) > packer.chunk:
+            return None
+        active = [sequence for sequence in sequences if sequence is not None]
+        return packer.levels_ahead(packer.plan(active, pending, None, len(active)), sequences, shape, arrays)
+
+    @inference
+    def run_level(self, prepared: Prepared, token: Tensor | None, timed: Phase | None = None) -> Tensor:
+        """See ``runner.DraftRunner``."""
+        self.forwards += 1
+        forward = prepared if token is None else replace(prepared, ids=token[None])
+        with timed or self.clock.phase("target_forward"):
+            return forward.compute(self.call)[0]
 
 
 def why_no_kv_dtype(model: Any) -> str:

@@ -19,7 +19,7 @@ from spec_lab.core.inference import inference
 from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import AttentionKind, Pack
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
-from spec_lab.runners.prepare import Packer, Prepared
+from spec_lab.runners.prepare import LevelsAhead, Packer, Prepared
 
 Layers = Callable[[Tensor, Tensor, Pack], Tensor]
 """Inputs ``[1, N, X]``, positions ``[1, N]`` and what stands in for transformers' cache -> outputs ``[1, N, Y]``."""
@@ -114,6 +114,30 @@ class FeatureLM(FeatureCells):
         Returns:
             Outputs ``[n, Y]``.
         """
-        prepared = self._packer.level(sequences, shape, rows, inputs)
+        return self.run_level(self._packer.level(sequences, shape, rows, inputs), inputs, timed)
+
+    def levels_ahead(
+        self, sequences: Sequence[Any], lengths: Sequence[int], shape: Shape, arrays: Sequence[np.ndarray]
+    ) -> LevelsAhead | None:
+        """Prepare inputs and all levels of a forest below, with one upload; see ``runner.DraftRunner.levels_ahead``.
+
+        Args:
+            sequences, shape, arrays: as there; nodes that the sequences hold are forgotten.
+            lengths: how many inputs each of the sequences with nodes gets, at least one.
+
+        Returns:
+            The forwards, which ``run_level`` computes; None where a sequence gets more inputs than one forward appends.
+        """
+        if max(lengths) > self._packer.chunk:
+            return None
+        active = [sequence for sequence in sequences if sequence is not None]
+        for sequence in active:
+            sequence.accept()
+        planned = self._packer.plan(active, [[0] * length for length in lengths], None, 0)
+        return self._packer.levels_ahead(planned, sequences, shape, arrays)
+
+    @inference
+    def run_level(self, prepared: Prepared, inputs: Tensor, timed: Phase) -> Tensor:  # [n, Y]
+        """Compute a forward that is prepared, of inputs ``[n, X]``."""
         with timed:
             return self.layers(inputs[None], prepared.positions, prepared.pack)[0]

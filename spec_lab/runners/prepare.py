@@ -6,7 +6,7 @@ the sequence's draft tree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,6 +105,32 @@ class Planned(NamedTuple):
         """The rows that get logits: the forest's, in its order."""
         roots = np.array(self.roots, dtype=np.int64)
         return roots if draft is None else roots[draft.shape.root] + draft.shape.places + 1
+
+
+class Staged(NamedTuple):
+    """A forward whose numbers are not uploaded yet.
+
+    Args:
+        host: what is uploaded.
+        complete: returns the forward, given that on the device.
+    """
+
+    host: list[np.ndarray]
+    complete: Callable[[Sequence[Tensor]], Prepared]
+
+
+class LevelsAhead(NamedTuple):
+    """The forwards of a forest of known shape below pending tokens. See ``Packer.levels_ahead``.
+
+    Args:
+        first: of the pending tokens.
+        levels: of the nodes of each depth, from depth 1 on, with zeros for tokens.
+        given: further arrays that were uploaded with them.
+    """
+
+    first: Prepared
+    levels: list[Prepared]
+    given: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +261,13 @@ class Packer:
         self, planned: Planned, draft: Draft | None, early: Sequence[tuple[Prepared, list[int]]] = ()
     ) -> Prepared:
         """Prepare a forward of rows that are planned, after ``early`` ones; sequences without trees get no logits."""
+        staged = self.stage(planned, draft, early)
+        there = upload(self.device, *staged.host)
+        self.keep(planned)
+        return staged.complete(there)
+
+    def stage(self, planned: Planned, draft: Draft | None, early: Sequence[tuple[Prepared, list[int]]] = ()) -> Staged:
+        """``finish`` without its upload. The forward holds the tokens of a draft where these are on the device."""
         numbers, roots, trees = planned.numbers, planned.roots, len(planned.roots)
         keep: Tensor | int = 0
         rows: np.ndarray | None = None
@@ -247,18 +280,55 @@ class Packer:
         drafted = None if draft is None or not draft.shape.nodes else draft
         if drafted is not None and drafted.array is not None:
             numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.array
-        segments, attended, (given, *index) = self._upload(planned, *((numbers,) if rows is None else (numbers, rows)))
+        segments, attended, host = self._packed(planned, *((numbers,) if rows is None else (numbers, rows)))
+
+        def complete(there: Sequence[Tensor]) -> Prepared:
+            given, kept = there[0], keep
+            if rows is not None:
+                kept = torch.from_numpy(rows) if self.split else there[1]  # of hidden states, perhaps on another device
+            if drafted is not None and drafted.array is None:
+                given[0, planned.nodes[0] if rows is None else there[1][trees:]] = drafted.token
+            if self.indexed and isinstance(kept, int):
+                kept = torch.arange(numbers.shape[1] - kept if kept else 0, numbers.shape[1], device=self.device)
+            return self._prepared(
+                given[:1], given[1:], _on_device(segments, there, self.dtype), kept, attended=attended,
+                pending=planned.pending, nodes=planned.nodes, early=early,
+            )  # fmt: skip
+
+        return Staged(host, complete)
+
+    def levels_ahead(
+        self, planned: Planned, sequences: Sequence[CellSequence | None], shape: Shape, arrays: Sequence[np.ndarray]
+    ) -> LevelsAhead:
+        """Prepare pending tokens that are planned, and all levels of a forest below, whose tokens are drawn later.
+
+        All of it is uploaded at once. If memory runs out, no sequence has grown.
+
+        Args:
+            planned: pending tokens, of the sequences that have trees or of all.
+            sequences: ``[B]`` as of ``CausalLM.extend``.
+            shape: the forest; its last level is not computed.
+            arrays: what else is uploaded.
+        """
+        lengths = [len(new.sequence) for new in planned.new]
+        staged = [self.stage(planned, None)]
         self.keep(planned)
-        if rows is not None:
-            keep = torch.from_numpy(rows) if self.split else index[0]  # of hidden states, perhaps on another device
-        if drafted is not None and drafted.array is None:
-            given[0, planned.nodes[0] if rows is None else index[0][trees:]] = drafted.token
-        if self.indexed and isinstance(keep, int):
-            keep = torch.arange(numbers.shape[1] - keep if keep else 0, numbers.shape[1], device=self.device)
-        return self._prepared(
-            given[:1], given[1:], segments, keep, attended=attended, pending=planned.pending, nodes=planned.nodes,
-            early=early,
-        )  # fmt: skip
+        try:
+            for level in shape.levels[1:]:
+                rows = self.plan_level(sequences, shape, level.parents)
+                staged.append(self._stage_level(rows, rows.numbers[0]))
+            there = upload(self.device, *arrays, *(array for part in staged for array in part.host))
+        except BaseException:
+            for new, length in zip(planned.new, lengths, strict=True):
+                new.sequence.accept()
+                new.sequence.truncate(length)
+            raise
+        given, there = there[: len(arrays)], there[len(arrays) :]
+        forwards = []
+        for part in staged:
+            forwards.append(part.complete(there[: len(part.host)]))
+            there = there[len(part.host) :]
+        return LevelsAhead(forwards[0], forwards[1:], given)
 
     def _one_token_each(
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], cells: list[int]
@@ -341,45 +411,46 @@ class Packer:
         blocks = [slice(start, start + size) for start in starts]
         both_ways = [new._replace(mask=None, causal=False) for new in planned.new]
         planned = planned._replace(new=both_ways, pending=appended, nodes=blocks, roots=starts)
-        segments, attended, (where,) = self._upload(planned, planned.numbers[1])
+        segments, attended, host = self._packed(planned, planned.numbers[1])
+        there = upload(self.device, *host)
         self.keep(planned)
         rows = {"attended": attended, "pending": appended, "nodes": blocks}
-        return self._prepared(where[None], where[None], segments, 0, **rows)
+        return self._prepared(there[0][None], there[0][None], _on_device(segments, there, self.dtype), 0, **rows)
 
     def finish_level(self, planned: Planned, token: Tensor | np.ndarray, keep: np.ndarray | int = 0) -> Prepared:
         """``level`` of rows that are planned, with logits of the rows ``keep`` (``Prepared``)."""
-        host = [array for array in (token, keep) if isinstance(array, np.ndarray)]
-        segments, attended, (where, *given) = self._upload(planned, planned.numbers[1], *host)
-        ids = token if isinstance(token, Tensor) else given[0]
-        rows = keep if isinstance(keep, int) else given[-1]
-        return self._prepared(ids[None], where[None], segments, rows, attended=attended)
+        staged = self._stage_level(planned, token, keep)
+        return staged.complete(upload(self.device, *staged.host))
+
+    def _stage_level(self, planned: Planned, token: Tensor | np.ndarray, keep: np.ndarray | int = 0) -> Staged:
+        """``finish_level`` without its upload."""
+        given = [array for array in (token, keep) if isinstance(array, np.ndarray)]
+        segments, attended, host = self._packed(planned, planned.numbers[1], *given)
+
+        def complete(there: Sequence[Tensor]) -> Prepared:
+            ids = token if isinstance(token, Tensor) else there[1]
+            rows = keep if isinstance(keep, int) else there[len(given)]
+            return self._prepared(
+                ids[None], there[0][None], _on_device(segments, there, self.dtype), rows, attended=attended
+            )
+
+        return Staged(host, complete)
 
     def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
         if not self.kinds:
             return {FULL: []}
         return {self.kinds.get(layer, FULL): [] for layer in range(self.layers)}
 
-    def _upload(
+    def _packed(
         self, planned: Planned, *arrays: np.ndarray
-    ) -> tuple[dict[AttentionKind, list[Segment]], int, list[Tensor]]:
-        """Return the rows and cells of every kind of layer, the cells attended to, and arrays on the device.
+    ) -> tuple[dict[AttentionKind, list[Segment]], int, list[np.ndarray]]:
+        """Return the rows and cells of every kind of layer, the cells attended to, and what is uploaded.
 
-        Masks, indices and arrays are uploaded together.
+        These are the given arrays, and then masks and indices, whose numbers stand for them (``_on_device``).
         """
         segments, host = self._no_segments(), list(arrays)
         attended = sum(self._add(segments, new, host) for new in planned.new)
-        there = upload(self.device, *host)
-        if len(host) > len(arrays):
-            masks: dict[int, Tensor] = {}
-            for kind_segments in segments.values():
-                for row, segment in enumerate(kind_segments):
-                    slots, mask = segment.slots, segment.mask
-                    if isinstance(mask, int) and mask not in masks:
-                        masks[mask] = there[mask].to(self.dtype)
-                    slots = there[slots] if isinstance(slots, int) else slots
-                    mask = masks[mask] if isinstance(mask, int) else mask
-                    kind_segments[row] = segment._replace(slots=slots, mask=mask)
-        return segments, attended, there[: len(arrays)]
+        return segments, attended, host
 
     def _add(self, segments: dict[AttentionKind, list[Any]], new: Uncommitted, host: list[np.ndarray]) -> int:
         """Append the sequence's rows to the segments of every kind of layer; return the cells attended to.
@@ -420,6 +491,23 @@ class Packer:
         """A forward; ``rows`` are the fields of ``forward.Forward``."""
         pack = Pack(self.cells, self.kinds, segments, self.device, positions, self.counting)
         return Prepared(ids=ids, positions=positions, pack=pack, keep=keep, **rows)
+
+
+def _on_device(
+    segments: dict[AttentionKind, list[Segment]], there: Sequence[Tensor], dtype: torch.dtype
+) -> dict[AttentionKind, list[Segment]]:
+    """Put masks and indices that are uploaded in the place of their numbers."""
+    masks: dict[int, Tensor] = {}
+    for kind_segments in segments.values():
+        for number, segment in enumerate(kind_segments):
+            slots, mask = segment.slots, segment.mask
+            if isinstance(mask, int) and mask not in masks:
+                masks[mask] = there[mask].to(dtype)
+            if isinstance(slots, int) or isinstance(mask, int):
+                slots = there[slots] if isinstance(slots, int) else slots
+                mask = masks[mask] if isinstance(mask, int) else mask
+                kind_segments[number] = segment._replace(slots=slots, mask=mask)
+    return segments
 
 
 def lengthened(cells: np.ndarray, count: int) -> np.ndarray:

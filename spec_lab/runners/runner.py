@@ -381,3 +381,38 @@ class DraftRunner(Runner):
             token: ``[n]`` their tokens.
             timed: records the calls of the model.
         """
+
+    @property
+    def plans_levels(self) -> bool:
+        """Whether it has ``levels_ahead``."""
+        return False
+
+    def levels_ahead(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        shape: Shape,
+        arrays: Sequence[np.ndarray],
+    ) -> Any:
+        """Prepare pending tokens and all levels of a forest below, with one upload, before any token of it is drawn.
+
+        Args:
+            sequences: ``[B]``; None for a tree without nodes.
+            pending: tokens that follow, of the other sequences.
+            shape: the forest.
+            arrays: what else is uploaded.
+
+        Returns:
+            ``prepare.LevelsAhead``, whose forwards ``run_level`` computes; None where there are too many tokens.
+        """
+        raise NotImplementedError
+
+    def run_level(self, prepared: Any, token: Tensor | None, timed: Phase | None = None) -> Tensor:
+        """Return the logits ``[n, V]`` of a forward of ``levels_ahead``.
+
+        Args:
+            prepared: the forward.
+            token: ``[n]`` the nodes' tokens on the device; None: it is that of the pending tokens.
+            timed: records the calls of the model.
+        """
+        raise NotImplementedError

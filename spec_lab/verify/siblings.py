@@ -99,6 +99,8 @@ class Siblings:
     def q_row(self) -> Array:  # [R]
         """Which row of q belongs to each row; rows without one have some other's."""
         assert self.draft.q_row is not None
+        if self.arrays.device is not None and self.draft.late is not None:
+            return self.draft.late.q_row
         rows = np.maximum(self.draft.q_row, 0)
         return rows if self.arrays.device is None else upload(self.arrays.device, rows)[0]
 

@@ -13,10 +13,14 @@ from scipy import stats
 
 from spec_lab.core import randomness
 from spec_lab.core.probabilities import Sampling, argmax, likeliest, logits_to_probs
-from spec_lab.core.randomness import CounterDraws, Key, Purpose, _invert_on_device
+from spec_lab.core.randomness import CounterDraws, Key, Purpose
 
 ON = {"temperature": 1.0}
 P = [0.4, 0.3, 0.15, 0.1, 0.05]
+
+
+def _invert_on_device(weights, uniform):
+    return randomness._invert_on_device(weights, torch.from_numpy(uniform))
 
 
 def probabilities_of(p: list[float], **options) -> list[float]:

@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Any, Literal, Unpack
 
 import numpy as np
+from torch import Tensor
 
-from spec_lab.core.draft import Shape, empty
+from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.options import DraftModelPath, Filled, WrongOption, checked
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
@@ -21,6 +22,7 @@ from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.drafters.draft_model.retokenized import Tokens
 from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, intersect
 from spec_lab.models.target import Target
+from spec_lab.propose.device_levels import DeviceLevels
 from spec_lab.propose.expansion import Computed
 from spec_lab.propose.levels import RUN
 from spec_lab.propose.tree_plan import Grown, TreeOptions, TreePlan
@@ -145,3 +147,30 @@ class DraftModel(CachedDrafter):
         bare = self._bare(len(active))
         roots = self.lm.forward([cache.kv for cache in active], pending, bare, timed=timed)
         return Forwards(between.logits(roots), expand, finish)
+
+    def draft_ahead(self, batch: Batch, depths: Sequence[int], levels: DeviceLevels) -> Draft | None:
+        """See ``TreeProposer``."""
+        if not self.vocabularies.same or not self.lm.plans_levels:
+            return None
+        timed, shape = batch.clock.phase("propose_forward"), levels.shape
+        caches: list[DraftCache | None] = [
+            sequence.state if depth else None for sequence, depth in zip(batch.sequences, depths, strict=True)
+        ]
+        pending = [cache.follow(cache.text) for cache in caches if cache is not None]
+        kvs = [None if cache is None else cache.kv for cache in caches]
+        planned = self.lm.levels_ahead(kvs, pending, shape, levels.arrays)
+        if planned is None:
+            return None
+
+        def compute(level: int, token: Tensor, above: Tensor) -> Tensor:
+            return self.lm.run_level(planned.levels[level - 1], token, timed)
+
+        def finish(token: np.ndarray) -> None:
+            done = np.zeros(shape.rows, dtype=bool)
+            done[shape.drawing.rows] = True
+            for tree, cache in enumerate(caches):
+                if cache is not None:
+                    cache.tentative = Tentative(shape, tree, token, done)
+
+        logits = self.lm.run_level(planned.first, None, timed)
+        return levels.grow(logits, compute, planned.given, finish)
