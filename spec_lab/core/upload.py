@@ -54,6 +54,11 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     ]
 
 
+def upload_tokens(device: torch.device | str, tokens: Sequence[int] | np.ndarray) -> Tensor:  # [n] int64
+    """Return tokens that the host knows, as a draft holds them."""
+    return upload(torch.device(device), np.asarray(tokens, dtype=np.int64))[0]
+
+
 def rows_at(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Return a copy of ``x[rows]`` ``[n, ..]`` without an upload of the numbers: neighbours are copied together."""
     ends = [0, *(number for number, (row, after) in enumerate(pairwise(rows), 1) if after != row + 1), len(rows)]

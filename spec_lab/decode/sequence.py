@@ -18,7 +18,6 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
-from spec_lab.core.upload import upload
 from spec_lab.models.target import Target
 from spec_lab.runners.runner import KVSequence
 from spec_lab.text.detokenizer import Stream
@@ -160,10 +159,6 @@ class Batch:
     def device(self) -> torch.device:
         """Where draft tokens belong."""
         return self.target.lm.device
-
-    def tokens(self, tokens: Sequence[int] | np.ndarray) -> torch.Tensor:  # [n]
-        """Return tokens that are known on the host as a draft holds them."""
-        return upload(self.device, np.asarray(tokens, dtype=np.int64))[0]
 
     def room(self) -> list[int]:
         """Return for each sequence the largest depth that the context and a policy allow."""

@@ -28,7 +28,7 @@ from spec_lab.core.options import DraftModelPath, Filled, Temperature, WrongOpti
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
-from spec_lab.core.upload import upload
+from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.arm import Arm, Choose, Memory
 from spec_lab.decode.capacity import most_at_once
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
@@ -346,7 +346,7 @@ class DraftCascade(Proposer):
     ) -> Draft:
         """The draft of these chains, whose tokens were sampled from the rows of ``q``; none where q is one-hot."""
         shape = forest(tuple(self._chain(len(tokens)) for tokens in chains))
-        token = batch.tokens([token for tokens in chains for token in tokens])
+        token = upload_tokens(batch.device, [token for tokens in chains for token in tokens])
         if self.drawn == "point":
             return Draft(shape, token, broken=broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -89,4 +90,4 @@ class Jacobi(Proposer):
             guesses = guesses + [text[n % len(text)] for n in range(count - len(guesses))]
             drafted += guesses
             shapes.append(self._chain(count))
-        return Draft(forest(tuple(shapes)), batch.tokens(drafted))
+        return Draft(forest(tuple(shapes)), upload_tokens(batch.device, drafted))

@@ -19,6 +19,7 @@ import numpy as np
 from spec_lab.core.draft import ComputedOnly, Draft, Drawn, Shape, forest
 from spec_lab.core.options import Whole, checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -144,7 +145,7 @@ class Lookahead(Proposer):
             state.rows = len(tries[-1][1]) + 1 if fits else 0
             windows.append(state.levels if fits else [])
         shapes = tuple(Shape(1, np.array(parents, dtype=np.int64)) for parents, _ in tries)
-        token = batch.tokens([token for _, tokens in tries for token in tokens])
+        token = upload_tokens(batch.device, [token for _, tokens in tries for token in tokens])
         shape = forest(shapes)
         parents, tokens = list[int](), list[int]()
         for root, levels in enumerate(windows):
@@ -156,5 +157,5 @@ class Lookahead(Proposer):
                 tokens += level_tokens
         if not tokens:
             return Draft(shape, token)
-        extra = ComputedOnly(np.array(parents, dtype=np.int64), batch.tokens(tokens))
+        extra = ComputedOnly(np.array(parents, dtype=np.int64), upload_tokens(batch.device, tokens))
         return Draft(shape, token, computed_only=extra)

@@ -16,6 +16,7 @@ import numpy as np
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -161,7 +162,7 @@ class Ngram(Proposer):
             continued = [] if position is None else continuation(sequence.tokens, position, self.depth)
             drafted += continued
             shapes.append(self._chain(len(continued)))
-        return Draft(forest(tuple(shapes)), batch.tokens(drafted))
+        return Draft(forest(tuple(shapes)), upload_tokens(batch.device, drafted))
 
     def init(self, request: Request) -> Index:
         """Return the index of an empty text."""
@@ -226,7 +227,7 @@ class NgramTree(Proposer):
             parents, tokens = merge(sequence.tokens, index.matches(sequence.tokens), self.depth, self.nodes)
             drafted += tokens
             shapes.append(self._shape(tuple(parents)))
-        return Draft(forest(tuple(shapes)), batch.tokens(drafted))
+        return Draft(forest(tuple(shapes)), upload_tokens(batch.device, drafted))
 
     def init(self, request: Request) -> Index:
         """Return the index of an empty text."""

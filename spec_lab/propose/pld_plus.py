@@ -20,7 +20,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
-from spec_lab.core.upload import upload
+from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -198,4 +198,4 @@ class PldPlus(Proposer):
             text = continuation(sequence.tokens, places[0] + 1, self.depth) if places else []
             drafted += text
             shapes.append(self._chain(len(text)))
-        return Draft(forest(tuple(shapes)), batch.tokens(drafted))
+        return Draft(forest(tuple(shapes)), upload_tokens(batch.device, drafted))

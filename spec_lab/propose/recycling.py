@@ -19,6 +19,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
@@ -139,7 +140,7 @@ class Recycling(Proposer):
             shape, kept = (whole, slice(None)) if known.all() else whole.keep(known)
             shapes.append(shape)
             tokens.append(token[1:][kept])
-        return Draft(forest(tuple(shapes)), batch.tokens(np.concatenate(tokens)))
+        return Draft(forest(tuple(shapes)), upload_tokens(batch.device, np.concatenate(tokens)))
 
     def _unknown(self) -> np.ndarray:  # [V, k]
         return np.full((self.vocabulary, self.requires.top_k), UNKNOWN, dtype=np.int32)

@@ -17,6 +17,7 @@ import numpy as np
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.options import Folder, Number, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
@@ -221,7 +222,7 @@ class Suffix(Proposer):
         ]
         shapes = tuple(self._shape(draft.parents) for draft in drafts)
         tokens = [token for draft in drafts for token in draft.tokens]
-        return Draft(forest(shapes), batch.tokens(tokens))
+        return Draft(forest(shapes), upload_tokens(batch.device, tokens))
 
     def _draft(self, sequence: SequenceState) -> SuffixDraft:
         """Return the draft of the best score over the sources: the own text first, which wins ties.

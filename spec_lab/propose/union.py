@@ -17,6 +17,7 @@ import numpy as np
 
 from spec_lab.core.draft import ComputedOnly, Draft, Shape
 from spec_lab.core.options import WrongOption, checked
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
@@ -148,7 +149,7 @@ class Union(Hybrid):
             else:
                 sampled[n] = draft
         shape, token = _forest(tries)
-        drafts = [Draft(shape, batch.tokens(token), broken=_broken(points.values()))]
+        drafts = [Draft(shape, upload_tokens(batch.device, token), broken=_broken(points.values()))]
         extras = {n: _without_nodes(draft) for n, draft in points.items() if draft.computed_only is not None}
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))

@@ -13,8 +13,22 @@ from spec_lab.core.request import Request
 from spec_lab.decode import step as engine_step
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.sequence import SequenceState
+from spec_lab.drafters.draft_layers import random_network, small_layer
+from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
+from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.verify import Token
-from tests.decode.test_copies import PROPOSERS, MadeUp, target_on
+from tests.decode.test_copies import CHAIN, PROPOSERS, TREE, MadeUp, target_on
+from tests.tiny import VOCABULARY
+
+HEAD = Eagle3Settings(small_layer(32), 32, 32, VOCABULARY, (0, 1), VOCABULARY - 8)
+
+
+def eagle3(plan):
+    return lambda target: FeatureDrafter(random_network(Eagle3(HEAD), target), target, plan, "eagle3")
+
+
+STATIC = PROPOSERS | {"eagle3_chain": eagle3(TreePlan(CHAIN)), "eagle3_points": eagle3(TreePlan(TREE, "point"))}
 
 SAMPLED = {
     "greedy": [Sampling(0.0)],
@@ -27,7 +41,9 @@ SAMPLED = {
         Sampling(1.0, min_p=0.1),
     ],
 }
-MOST = dict.fromkeys(["null"], 2) | dict.fromkeys(["medusa"], 3)
+MOST = dict.fromkeys(["null"], 2) | dict.fromkeys(
+    ["medusa", "draft_chain", "draft_points", "eagle3_chain", "eagle3_points"], 3
+)
 
 
 class HostCopies(TorchDispatchMode):
@@ -59,7 +75,7 @@ def test_uploads_of_a_step(monkeypatch, name, size, samplings):
     monkeypatch.setattr(engine_step, "Readback", MadeUp)
     monkeypatch.setattr(MadeUp, "whole", 0)
     target = target_on("meta")
-    proposer = PROPOSERS[name](target)
+    proposer = STATIC[name](target)
     arm = Arm(target, proposer, Token(), CounterDraws(1))
     states = []
     for number in range(size):
@@ -70,5 +86,5 @@ def test_uploads_of_a_step(monkeypatch, name, size, samplings):
         with monkeypatch.context() as patched, HostCopies(patched) as copies:
             steps.append(engine_step.step(states, arm))
         assert steps[-1].uploads == copies.count
-    assert steps[-1].draft.shape.nodes == proposer.nodes * size
+    assert steps[-1].draft.shape.nodes == proposer.nodes * size and steps[-1].copies_before == 0
     assert steps[-1].uploads == steps[-1].row()["uploads"] <= MOST[name]

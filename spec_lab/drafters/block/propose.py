@@ -16,7 +16,7 @@ import torch
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import DrafterPath, Filled, Whole, checked
 from spec_lab.core.reading import Reading
-from spec_lab.core.upload import upload
+from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
@@ -135,7 +135,7 @@ class BlockDrafter(FeatureReader):
         network, device, levels = self.network, self.lm.device, max(depths)
         kvs = [sequence.state.kv for sequence in active]
         features = [sequence.state.features.since(len(kv)) for sequence, kv in zip(active, kvs, strict=True)]
-        pending = batch.tokens([sequence.tokens[-1] for sequence in active])
+        pending = upload_tokens(batch.device, [sequence.tokens[-1] for sequence in active])
         outputs = self.lm.forward(kvs, features, network.block(pending), batch.clock.phase("propose_forward"))
         block = network.rows(outputs, pending, levels)
         first = torch.arange(0, levels * len(active), levels, device=device)
