@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 TABLES = {"rounds": "forwards"}
@@ -19,8 +20,11 @@ def table_names(name: str) -> list[str]:
 
 
 def with_columns(table: pa.Table) -> pa.Table:
-    """Return a table with today's names of columns."""
-    return table.rename_columns([COLUMNS.get(name, name) for name in table.column_names])
+    """Return a table with today's names of columns. Uploads of forwards were not counted: 0."""
+    table = table.rename_columns([COLUMNS.get(name, name) for name in table.column_names])
+    if "copies_after" in table.column_names and "uploads" not in table.column_names:
+        return table.append_column("uploads", pa.array(np.zeros(len(table), dtype=np.int64)))
+    return table
 
 
 def with_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
