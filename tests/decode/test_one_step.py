@@ -25,6 +25,7 @@ PROBABILITIES = {
     "decode/rows.py",  # called by the step
     "decode/text_logits.py",
     "propose/grower.py",  # a draft model's own q
+    "propose/device_levels.py",  # likewise
     "tasks/certify/toy_models.py",  # what the outputs of steps are compared with: exact distributions of a table,
     "tasks/certify/ground_truth.py",
     "tasks/certify/sampled.py",  # and those of plain forwards without a KV cache
