@@ -2,17 +2,20 @@
 hidden states at position j, as in EAGLE-3. The life cycle is that of every such drafter; only the network is here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spec_lab.core.draft import Drawn
+from spec_lab.core.reading import Reading
 from spec_lab.drafters.draft_layers import DraftLayers, random_weights, small_layer
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.runners.attention import AttentionKind
 
 
 class Network(nn.Module):
@@ -24,6 +27,8 @@ class Network(nn.Module):
     """
 
     layers = 1
+    kinds: Mapping[int, AttentionKind] = {}  # full attention
+    reading = Reading()  # nothing was read from files
 
     def __init__(self, target: Target, seed: int = 0) -> None:
         super().__init__()
