@@ -156,6 +156,9 @@ PROPOSERS = {
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "EAGLE-3 with windows": eagle(
+        Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 3, layers=2, windows=(2, None)), "1x1", "iid"
+    ),
     "EAGLE-3 best first": eagle(
         Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), drawn="iid", budget=Budget(3, depth=3)
     ),
