@@ -71,6 +71,46 @@ def dspark(
     return _config(h, layers, **more | config), tensors
 
 
+def dflash2(h, v, size=5, taps=2, group=8, rank=6, candidates=5, seed=0, **config):
+    """Config and tensors of a DFlash2 drafter."""
+    config, tensors = dflash(h, layers=2, size=size, seed=seed, **config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = {
+        "candidate_selector.predecessor_codebook": (v, rank), "candidate_selector.successor_codebook": (v, rank),
+        "candidate_selector.hidden_projection.weight": (rank, h),
+    }  # fmt: skip
+    for layer in range(2):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{layer}.{name}.base_kernel"] = (2, taps, h)
+            shapes[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * (h // group), h)
+    for name, shape in shapes.items():
+        scale = 0.1 if "kernel_projection" in name else 0.5
+        tensors[name] = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+    inner = {"conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank, "selector_top_k": candidates}
+    return config | {
+        "architectures": ["DFlash2DraftModel"], "dflash_config": config["dflash_config"] | inner,
+    }, tensors  # fmt: skip
+
+
+def domino(h, v, state=7, width=6, shifted=True, uncorrected=1, seed=0, **config):
+    """Config and tensors of a Domino drafter."""
+    config, tensors = dflash(h, layers=1, seed=seed, **config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = {
+        "prefix_gru.weight_ih_l0": (3 * state, h), "prefix_gru.weight_hh_l0": (3 * state, state),
+        "embed_proj.0.weight": (width, h + state), "embed_proj.2.weight": (v, width),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        tensors[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    inner = {
+        "projector_type": "domino", "shift_label": shifted, "pure_draft_prefix_len": uncorrected, "emb_dim": width,
+        "gru_hidden_dim": state,
+    }  # fmt: skip
+    return config | {
+        "architectures": ["DominoDraftModel"], "emb_dim": width, "dflash_config": config["dflash_config"] | inner,
+    }, tensors  # fmt: skip
+
+
 def speculators(drafter, kind, v, ids=None):
     """A drafter of DeepSpec's or z-lab's layout as speculators writes it, for the tokens ``ids``; None: all."""
     config, tensors = drafter

@@ -7,7 +7,7 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.verify import Traversal
-from tests.drafters.block_drafters import dflash, dspark, speculators
+from tests.drafters.block_drafters import dflash, dflash2, domino, dspark, speculators
 from tests.drafters.eagle_heads import SIZES, written
 from tests.oracles import block as oracle
 from tests.propose.lab import (
@@ -42,6 +42,10 @@ VARIANTS = {
     "dflash-speculators": speculators(
         dflash(H, head=VOCABULARY, layers=1, layer_types=["sliding_attention"], sliding_window=5), "dflash", VOCABULARY
     ),
+    "dflash2": dflash2(H, VOCABULARY, layer_types=["sliding_attention"] * 2, sliding_window=6, is_causal=False),
+    "dflash2-three-taps": dflash2(H, VOCABULARY, taps=3, group=32, candidates=3, output_multiplier=0.5),
+    "domino": domino(H, VOCABULARY),
+    "domino-own-row": domino(H, VOCABULARY, shifted=False, uncorrected=0),
     "dflash-neighbours": dflash(H, layers=1, rope_is_neox_style=False),
     "dflash-windows": dflash(
         H, layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
@@ -65,6 +69,7 @@ KINDS = {
     "dflash-windows": [(6, True), (None, False)],
     "dflash-llama-windows": [(None, False), (4, False)],
     "dflash-speculators": [(5, True)],
+    "dflash2": [(6, False)] * 2,
     "dflash-swa": [(7, False)] * 2,
     "dflash-causal": [(None, True)],
 }
@@ -101,8 +106,9 @@ def reference(name, target, text, path):
     theta = config.get("transformer_layer_config", config)["rope_theta"]
     reading = KINDS.get(name, ()), not config.get("rope_is_neox_style", True)
     hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, theta, *scales, *reading)
-    next_row = config.get("sample_from_anchor", name.startswith("dspark"))
-    found = oracle.level(w, hidden, logits, [text[-1], *path], next_row)
+    next_row = inner.get("shift_label", config.get("sample_from_anchor", name.startswith("dspark")))
+    fields = parts[0], inner.get("pure_draft_prefix_len", 0), inner.get("selector_top_k", 0)
+    found = oracle.level(w, hidden, logits, [text[-1], *path], next_row, *fields)
     if len(found) < VOCABULARY:
         found = torch.full((VOCABULARY,), -torch.inf, dtype=found.dtype).index_copy(0, torch.tensor(KEPT), found)
     return found
@@ -207,7 +213,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "domino"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
@@ -218,7 +224,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert sum(info.draft.shape.nodes for info in steps) > 60
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark-rnn", "dflash2"])
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
@@ -324,12 +330,23 @@ REFUSED = {
     "caps": (dflash, inner(final_logit_softcapping=-30.0), "final_logit_softcapping must be a number above 0"),
     "factor": (dflash, inner(output_multiplier=True), "output_multiplier must be a number above 0"),
     "sinks": (dflash, inner(attention_sink_bias=True), "attention_sink_bias is true"),
-    "DFlash2": (
+    "DFlash2 without a size": (dflash, inner(conv_kernel_size=2), "selector_top_k must be a whole number"),
+    "DFlash2 without its tensors": (
         dflash,
-        inner(conv_kernel_size=2, selector_rank=256),
-        r"conv_kernel_size \(2\), .*selector_rank \(256\)",
+        inner(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=4),
+        "candidate_selector.hidden_projection.weight is missing",
     ),
-    "Domino": (dflash, inner(projector_type="domino", gru_hidden_dim=8), "projector_type 'domino' is not supported"),
+    "groups of DFlash2": (
+        dflash,
+        inner(conv_kernel_size=2, conv_group_size=5, selector_rank=6, selector_top_k=4),
+        "conv_group_size is 5, which does not divide",
+    ),
+    "Domino without a size": (dflash, inner(projector_type="domino", gru_hidden_dim=8), "emb_dim must be a whole"),
+    "Domino without its tensors": (
+        dflash,
+        inner(projector_type="domino", gru_hidden_dim=8, emb_dim=4),
+        "prefix_gru.weight_hh_l0 is missing",
+    ),
     "another speculator": (
         dspark,
         outer(speculators_model_type="mtp"),
@@ -421,6 +438,12 @@ def test_taps_are_read_in_the_order_of_the_layers_and_the_other_order_is_offered
     assert proposer.requires.hidden == (1, 3)
     assert ("taps", "in the order of the list", [3, 1]) in proposer.reading.others
     assert "proposer.taps=[3,1]" in caplog.text
+
+
+def test_a_tree_wider_than_dflash2_has_candidates_is_refused(target, folders):
+    assert BlockDrafter.load(target, folders["dflash2"], tree="5").nodes == 5
+    with pytest.raises(ValueError, match="a tree 6 wide does not fit a vocabulary of 5"):
+        BlockDrafter.load(target, folders["dflash2"], tree="6")
 
 
 @pytest.mark.parametrize("options", [{"depth": 5}, {"tree": "1x1x1x1x1"}, {"nodes": 9, "max_depth": 5}])

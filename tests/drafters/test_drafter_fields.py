@@ -111,6 +111,20 @@ PUBLISHED_CONFIGS = {  # as their authors and tools write them
         "speculators_model_type": "dspark", "speculators_version": "0.7.0", "target_hidden_size": None,
         "tie_word_embeddings": False, "transformer_layer_config": QWEN3, "transformers_version": "4.57.1",
     }),
+    "DFlash2": (BLOCK["dflash2"], QWEN3 | {
+        "architectures": ["DFlash2DraftModel"], "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048,
+        "use_sliding_window": True, "is_causal": False, "draft_vocab_size": 248320, "sample_from_anchor": False,
+        "dflash_config": {
+            "block_size": 16, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
+            "mask_token_id": 248070, "target_layer_ids": [5, 19, 33, 47, 61],
+        },
+    }),
+    "Domino of SpecForge": (BLOCK["domino"], QWEN3 | {
+        "architectures": ["DominoDraftModel"], "emb_dim": 256, "dflash_config": {
+            "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "projector_type": "domino",
+            "pure_draft_prefix_len": 1, "emb_dim": 256, "gru_hidden_dim": 1024, "shift_label": True,
+        },
+    }),
     "Medusa": (PUBLISHED, {
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1,
         "transformers_version": "4.31.0",

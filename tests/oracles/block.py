@@ -5,6 +5,7 @@ published files. Tensors go by their published names.
 import math
 
 import torch
+from torch.nn.functional import silu
 
 from tests.oracles.eagle import mlp, rms, rotated
 
@@ -39,6 +40,10 @@ def rows(
     while f"layers.{layer}.self_attn.q_proj.weight" in w:
         name = f"layers.{layer}"
         block = rms(x, w[f"{name}.input_layernorm.weight"])
+        kernels = None
+        if f"{name}.attention_conv.base_kernel" in w:
+            kernels = dynamic_kernels(w, f"{name}.attention_conv", block)
+            block = convolved(block, kernels[0])
 
         def split(kind, rows, count, name=name):
             y = (rows @ w[f"{name}.self_attn.{kind}_proj.weight"].T).view(len(rows), count, dim)
@@ -59,12 +64,44 @@ def rows(
                 hidden[row, key] = far or (causal and key > n + row)
         scores = (q @ k.transpose(1, 2) / math.sqrt(dim)).masked_fill(hidden, -torch.inf)
         mixed = scores.softmax(-1) @ v
-        x = x + mixed.transpose(0, 1).reshape(size, heads * dim) @ w[f"{name}.self_attn.o_proj.weight"].T
-        x = x + mlp(w, name, x)
+        attended = mixed.transpose(0, 1).reshape(size, heads * dim) @ w[f"{name}.self_attn.o_proj.weight"].T
+        if kernels is None:
+            x = x + attended
+            x = x + mlp(w, name, x)
+        else:
+            x = x + convolved(attended, kernels[1])
+            normed = rms(x, w[f"{name}.post_attention_layernorm.weight"])
+            kernels = dynamic_kernels(w, f"{name}.mlp_conv", normed)
+            inner = convolved(normed, kernels[0])
+            inner = silu(inner @ w[f"{name}.mlp.gate_proj.weight"].T) * (inner @ w[f"{name}.mlp.up_proj.weight"].T)
+            x = x + convolved(inner @ w[f"{name}.mlp.down_proj.weight"].T, kernels[1])
         layer += 1
     normed = rms(x, w["norm.weight"])
     logits = multiplier * (normed @ head.T)
     return normed, logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def dynamic_kernels(w, name, x):
+    """The kernels ``[2, size, taps, H]`` of DFlash2's convolutions before and after a sublayer with input ``x``."""
+    base, projected = w[f"{name}.base_kernel"], x @ w[f"{name}.kernel_projection.weight"].T
+    sides, taps, h = base.shape
+    kernels = torch.zeros(sides, len(x), taps, h, dtype=x.dtype)
+    groups = projected.shape[1] // (sides * taps)
+    for side in range(sides):
+        for tap in range(taps):
+            for channel in range(h):
+                column = (side * taps + tap) * groups + channel // (h // groups)
+                kernels[side, :, tap, channel] = base[side, tap, channel] + projected[:, column]
+    return kernels
+
+
+def convolved(x, kernel):
+    """Row i of a block: the sum of its kernel's taps times the rows before it."""
+    found = torch.zeros_like(x)
+    for row in range(len(x)):
+        for tap in range(min(kernel.shape[1], row + 1)):
+            found[row] += x[row - tap] * kernel[row, tap]
+    return found
 
 
 def turned_neighbours(x, places, theta):
@@ -74,12 +111,31 @@ def turned_neighbours(x, places, theta):
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
-def level(w, hidden, logits, path, next_row):
+def level(w, hidden, logits, path, next_row, embedding=None, uncorrected=0, candidates=0):
     """Logits ``[V]`` after ``path``, whose first token is the pending one.
 
     next_row: whether row i of the block drafts the token after its position.
+    uncorrected: levels that Domino's head leaves as they are.
+    candidates: of DFlash2's selector.
     """
     row, w = len(path) - next_row, {name.removeprefix("markov_head."): tensor for name, tensor in w.items()}
+    if "prefix_gru.weight_ih_l0" in w:
+        if len(path) <= uncorrected:
+            return logits[row]
+        gru = torch.nn.GRU(hidden.shape[1], w["prefix_gru.weight_hh_l0"].shape[1], bias=False, dtype=hidden.dtype)
+        gru.load_state_dict({name: w[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+        state = gru(embedding[torch.tensor(path)])[0][-1]
+        narrow = silu(w["embed_proj.0.weight"] @ torch.cat([hidden[row], state]))
+        return logits[row] + w["embed_proj.2.weight"] @ narrow
+    if "candidate_selector.predecessor_codebook" in w:
+        read = w["candidate_selector.hidden_projection.weight"] @ hidden[row]
+        scores = w["candidate_selector.successor_codebook"] @ (
+            w["candidate_selector.predecessor_codebook"][path[-1]] * read
+        )
+        kept = logits[row].argsort(descending=True)[:candidates]
+        found = torch.full_like(logits[row], -torch.inf)
+        found[kept] = (logits[row] + scores)[kept]
+        return found
     if "markov_w1.weight" not in w:
         return logits[row]
     latent, state = w["markov_w1.weight"][path[-1]], torch.zeros(w["markov_w1.weight"].shape[1], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Files of block drafters: those of DFlash and of DSpark.
+"""Files of block drafters: those of DFlash, DFlash2, DSpark and Domino.
 
 A folder holds ``config.json``, a config of Qwen3 or Llama with more fields, and weights in safetensors; both are
 untrusted input (``models.checkpoint``). Tensors: ``layers.*``, ``fc.weight``, ``hidden_norm.weight``, ``norm.weight``,
@@ -19,7 +19,9 @@ vocabulary has ``d2t`` (``drafters.eagle.conventions``).
   in both with full attention, to rows before them with a window.
 - DSpark: besides, ``markov_rank`` and ``markov_head_type``, and the tensors of a Markov head and of a confidence head.
   Row i predicts the token after its position, unless ``sample_from_anchor`` or ``shift_label`` is false or
-  ``dspark_bonus_anchor`` true.
+  ``dspark_bonus_anchor`` true. These fields tell it of the other kinds too.
+- Domino: besides DFlash's, ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len``.
+- DFlash2: besides DFlash's, ``conv_kernel_size``, ``conv_group_size``, ``selector_rank`` and ``selector_top_k``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
 from spec_lab.core.options import brief
-from spec_lab.drafters.block.heads import HeadKind, HeadSettings
+from spec_lab.drafters.block.heads import HeadSettings, MarkovKind
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings
@@ -43,6 +45,19 @@ BLOCK = Layout("block drafter", (
         Entry(f"markov_head.{part}.*|{part}.*|logit_head.markov_head.{part}.*", f"head.{part}.*")
         for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
     ),
+    *(
+        Entry(f"{old}|logit_head.{old}", f"head.{new}.weight")
+        for old, new in (
+            ("prefix_gru.weight_ih_l0", "gru_input"), ("prefix_gru.weight_hh_l0", "gru_state"),
+            ("embed_proj.0.weight", "narrow"), ("embed_proj.2.weight", "widen"),
+        )
+    ),
+    *(
+        Entry(f"candidate_selector.{name}_codebook|candidate_selector.{name}_codebook.weight", f"head.{name}.weight")
+        for name in ("predecessor", "successor")
+    ),
+    Entry("candidate_selector.hidden_projection.*", "head.hidden_projection.*"),
+    *(Entry(f"layers.{{l}}.{name}.*", f"convolutions.{{l}}.{name}.*") for name in ("attention_conv", "mlp_conv")),
     Entry("layers.{l}.*", "body.layers.{l}.*"),
     Entry("d2t", "", "?"),
     Entry("t2d", "", "?"),
@@ -50,9 +65,10 @@ BLOCK = Layout("block drafter", (
 ))  # fmt: skip
 """Names of z-lab, DeepSpec and SpecForge, those of ModelOpt, and those of early files of SpecForge."""
 FAMILIES = ("llama", "qwen3")
-Kind = Literal["dflash", "dspark"]
+Kind = Literal["dflash", "dflash2", "dspark", "domino"]
 ARCHITECTURES: Mapping[str, Kind] = {
-    "DFlashDraftModel": "dflash", "DSparkDraftModel": "dspark", "Qwen3DSparkModel": "dspark",
+    "DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2", "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark", "DominoDraftModel": "domino",
 }  # fmt: skip
 """The kind of a drafter, by the class that its authors read it with."""
 INNER = "dflash_config"
@@ -71,10 +87,11 @@ SPECULATORS, TAPS = "speculators_model_type", "aux_hidden_state_layer_ids"
 OWN = (SPECULATORS, TAPS, "sliding_window_non_causal")
 """Fields of the format of speculators."""
 MARKOV_FIELDS = ("markov_rank", "markov_head_type")
+DOMINO_FIELDS = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+SECOND_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 MEANS: Meanings = {
     "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
     "use_aux_hidden_state": ((True,), "drafters that read the last hidden state in place of taps are not supported"),
-    "pure_draft_prefix_len": ((0,), "levels without Domino's head are not supported"),
 }
 NOT_READ = {
     "num_target_layers": "the target has its own number of layers, with which the taps are compared",
@@ -92,6 +109,8 @@ FIELDS: Mapping[Kind, Fields] = {
         NOT_READ,
     ),
     "dspark": Fields("a DSpark drafter", {*COMMON, *MARKOV_FIELDS, *CONFIDENCE}, MEANS, NOT_READ),
+    "dflash2": Fields("a DFlash2 drafter", {*COMMON, *SECOND_FIELDS}, MEANS, NOT_READ),
+    "domino": Fields("a Domino drafter", {*COMMON, *DOMINO_FIELDS}, MEANS, NOT_READ),
 }
 """At the top level of the config, and in its ``dflash_config``."""
 OF_SPECULATORS: Mapping[Kind, Fields] = {
@@ -99,12 +118,13 @@ OF_SPECULATORS: Mapping[Kind, Fields] = {
         f"{fields.what} in the format of speculators",
         {
             *OWN, "transformer_layer_config", "draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id",
-            "sample_from_anchor", *({*fields.read} & {*MARKOV_FIELDS, *CONFIDENCE}),
+            "sample_from_anchor", *({*fields.read} & {*MARKOV_FIELDS, *CONFIDENCE, *SECOND_FIELDS}),
         },
         {},
         {**NOT_READ, "model_type": "speculators_model_type tells"},
     )
     for kind, fields in FIELDS.items()
+    if kind != "domino"
 }  # fmt: skip
 """In the format of speculators, beside the layers."""
 OF_LAYERS = Fields(LAYER.what, {*LAYER.read, *WINDOWS})
@@ -174,12 +194,17 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
     drafted = files.whole("draft_vocab_size", (own_head or (v,))[0], maximum=v, config=stated)
     if not own_head and drafted != v:
         raise ValueError(f"{files.folder} drafts {drafted} of the target's {v} tokens, but holds no lm_head.weight")
-    head = _head(files, stated) if kind == "dspark" else None
+    head = _head(files, stated, kind, drafted)
+    taps = files.whole("conv_kernel_size", maximum=size, config=stated) if kind == "dflash2" else 0
+    group = files.whole("conv_group_size", maximum=h, config=stated) if taps else 1
+    if h % group:
+        raise ValueError(f"{file}: conv_group_size is {group}, which does not divide hidden_size {h}")
     return BlockSettings(
         fields, h, of_target, v, _taps(files, stated, layers), size,
         files.whole("mask_token_id", minimum=0, maximum=known - 1, config=stated), layers, next_row, head=head,
         confidence=_confidence(files, stated, h, head.rank if head else 0), embedding=embedding,
         draft_vocab_size=drafted if own_head else None,
+        conv_taps=taps, conv_group=group,
         embedding_scale=_factor(files, stated, "input_embedding_scale", 1.0),
         logit_scale=_factor(files, stated, "output_multiplier", 1.0),
         logit_cap=_factor(files, stated, "final_logit_softcapping", 0.0), windows=windows, causal=causal,
@@ -196,14 +221,14 @@ def _stated(files: DrafterFiles) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise ValueError(f"{files.file}: {INNER} must be a mapping, not {brief(inner)}")
     stated: dict[str, Any] = {}
-    for name in sorted({*PLACES, *MARKOV_FIELDS, *CONFIDENCE, *OWN}):
+    for name in sorted({*PLACES, *MARKOV_FIELDS, *CONFIDENCE, *DOMINO_FIELDS, *SECOND_FIELDS, *OWN}):
         values = [value for value in (files.config.get(name), inner.get(name)) if value is not None]
         if not values:
             continue
         stated[name] = values[0]
         if values[0] != values[-1]:
             raise ValueError(f"{files.file}: {name} is {brief(values[0])}, but {brief(values[1])} in {INNER}")
-    if files.flag("sliding_window_non_causal", config=stated):
+    if files.flag("sliding_window_non_causal", stated.get(SPECULATORS) == "dflash2", config=stated):
         stated["causal"] = False
     return stated
 
@@ -217,8 +242,9 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
     field = SPECULATORS if SPECULATORS in files.config else "projector_type"
     named = stated.get(field)
     if named is not None:
-        if named not in FIELDS:
-            known = " or ".join(map(brief, FIELDS))
+        kinds = OF_SPECULATORS if field == SPECULATORS else FIELDS
+        if named not in kinds:
+            known = " or ".join(map(brief, kinds))
             raise ValueError(f"{files.file}: {field} {brief(named)} is not supported, only {known}")
         return cast(Kind, named)
     classes = files.config.get("architectures")
@@ -227,6 +253,8 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
             return ARCHITECTURES[name]
     if stated.get("markov_rank"):
         return "dspark"
+    if stated.get("conv_kernel_size"):
+        return "dflash2"
     if not files.config.get(INNER):
         raise ValueError(
             f"{files.file} describes no block drafter: it has neither dflash_config (DFlash) nor markov_rank (DSpark)"
@@ -298,17 +326,28 @@ def _attention(
     return windows, tuple(causal == "all" or (causal == "windows" and own is not None) for own in windows)
 
 
-def _head(files: DrafterFiles, stated: Mapping[str, Any]) -> HeadSettings | None:
-    """The settings of a Markov head; None where its rank is 0.
+def _head(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind, drafted: int) -> HeadSettings | None:
+    """The settings of the head; None where there is none, as of DSpark with rank 0.
 
     Raises:
-        ValueError: no rank, or a head of an unknown kind.
+        ValueError: a size that is missing, or a head of an unknown kind.
     """
-    rank, kind = files.whole("markov_rank", minimum=0, config=stated), stated.get("markov_head_type", "vanilla")
-    if rank and kind not in get_args(HeadKind):
-        known = ", ".join(get_args(HeadKind))
-        raise ValueError(f"{files.file}: markov_head_type must be one of {known}, not {brief(kind)}")
-    return HeadSettings(kind, rank) if rank else None
+    if kind == "domino":
+        rank, size = (files.whole(name, config=stated) for name in ("emb_dim", "gru_hidden_dim"))
+        uncorrected = files.whole("pure_draft_prefix_len", 0, 0, MAX_BLOCK, config=stated)
+        return HeadSettings("domino", rank, state_size=size, uncorrected=uncorrected)
+    if kind == "dflash2":
+        if drafted != files.target.vocabulary:
+            raise ValueError(f"{files.folder}: a DFlash2 drafter has no smaller vocabulary, but this drafts {drafted}")
+        candidates = files.whole("selector_top_k", maximum=drafted, config=stated)
+        return HeadSettings("selector", files.whole("selector_rank", config=stated), candidates=candidates)
+    if kind == "dflash":
+        return None
+    rank, form = files.whole("markov_rank", minimum=0, config=stated), stated.get("markov_head_type", "vanilla")
+    if rank and form not in get_args(MarkovKind):
+        known = ", ".join(get_args(MarkovKind))
+        raise ValueError(f"{files.file}: markov_head_type must be one of {known}, not {brief(form)}")
+    return HeadSettings(form, rank) if rank else None
 
 
 def _confidence(files: DrafterFiles, stated: Mapping[str, Any], hidden_size: int, rank: int) -> int:

@@ -16,8 +16,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
-HeadKind = Literal["vanilla", "gated", "rnn"]
+MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,22 @@ class HeadSettings:
     """The sizes and kind of a head.
 
     Args:
-        kind: "vanilla", "gated" or "rnn", the Markov heads of DSpark.
+        kind: "vanilla", "gated" or "rnn", the Markov heads of DSpark; "domino"; or "selector", that of DFlash2.
         rank: r.
+        state_size: S of Domino's.
+        uncorrected: number of levels that Domino's leaves as they are.
+        candidates: number of tokens among which the selector chooses.
     """
 
-    kind: HeadKind
+    kind: MarkovKind | Literal["domino", "selector"]
     rank: int
+    state_size: int = 0
+    uncorrected: int = 0
+    candidates: int = 0
 
     def toy(self) -> HeadSettings:
         """The same kind of head for a toy."""
-        return replace(self, rank=2)
+        return replace(self, rank=2, state_size=min(self.state_size, 2), candidates=min(self.candidates, 3))
 
 
 class Above(NamedTuple):
@@ -113,6 +120,56 @@ class MarkovHead(LevelHead):
         return logits + self.markov_w2(latent), state
 
 
+class DominoHead(LevelHead):
+    """Adds a correction that depends on all tokens above (Domino 2605.29707): ``E2 silu(E1 [h; s])``.
+
+    The state s is that of a GRU without biases, which reads the embeddings of the pending token and of all tokens
+    drafted after it. Arguments as of ``MarkovHead``.
+    """
+
+    reads_embedding = True
+
+    def __init__(self, settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        size, self.uncorrected = settings.state_size, settings.uncorrected
+        self.state_size = size
+        self.gru_input = nn.Linear(hidden_size, 3 * size, bias=False, device="meta")
+        self.gru_state = nn.Linear(size, 3 * size, bias=False, device="meta")
+        self.narrow = nn.Linear(hidden_size + size, settings.rank, bias=False, device="meta")
+        self.widen = nn.Linear(settings.rank, draft_vocab_size, bias=False, device="meta")
+
+    def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
+        """See ``LevelHead``."""
+        assert above.embedded is not None
+        read, kept = self.gru_input(above.embedded).chunk(3, -1), self.gru_state(above.state).chunk(3, -1)
+        reset, update = (read[0] + kept[0]).sigmoid(), (read[1] + kept[1]).sigmoid()
+        state = update * above.state + (1 - update) * (read[2] + reset * kept[2]).tanh()
+        correction = self.widen(silu(self.narrow(torch.cat([hidden, state], -1))))
+        return torch.where((above.level >= self.uncorrected)[:, None], logits + correction, logits), state
+
+
+class SelectorHead(LevelHead):
+    """Leaves the likeliest tokens, and scores each by the token before (DFlash2): ``x_c + <P[token] * W h, Q[c]>``.
+
+    The logits x of all other tokens become -inf. Arguments as of ``MarkovHead``.
+    """
+
+    def __init__(self, settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.candidates = settings.candidates
+        self.predecessor = nn.Embedding(vocab_size, settings.rank, device="meta")
+        self.successor = nn.Embedding(draft_vocab_size, settings.rank, device="meta")
+        self.hidden_projection = nn.Linear(hidden_size, settings.rank, bias=False, device="meta")
+
+    def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
+        """See ``LevelHead``."""
+        scores, tokens = logits.topk(self.candidates, -1)
+        read = self.predecessor(above.token) * self.hidden_projection(hidden)
+        scores = scores + (self.successor(tokens) * read[:, None]).sum(-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores), above.state
+
+
 def head_of(settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> LevelHead:
     """The head of these settings, without weights. Arguments as of ``MarkovHead``."""
-    return MarkovHead(settings, vocab_size, draft_vocab_size, hidden_size)
+    kinds: dict[str, type[MarkovHead | DominoHead | SelectorHead]] = {"domino": DominoHead, "selector": SelectorHead}
+    return kinds.get(settings.kind, MarkovHead)(settings, vocab_size, draft_vocab_size, hidden_size)

@@ -1,8 +1,8 @@
 """The network of a block drafter: a few decoder layers that fill in a block of mask tokens by one forward.
 
-Sources: DFlash (2602.06036), and DSpark (2607.05147), which adds a Markov head. Letters: H hidden size of the drafter,
-H_t of the target, V its vocabulary, W tokens that are drafted, k taps (hidden states of the target that are read), b
-rows of a block, n rows.
+Sources: DFlash (2602.06036); DSpark (2607.05147), Domino (2605.29707) and DFlash2 (inco.ai/blog/dflash2), which add
+heads. Letters: H hidden size of the drafter, H_t of the target, V its vocabulary, W tokens that are drafted, k taps
+(hidden states of the target that are read), b rows of a block, n rows.
 
 With n computed positions, the block is the pending token and b - 1 mask tokens at positions n to n + b - 1. In every
 layer its rows attend to each other, and to keys and values made from ``c = hidden_norm(fc([tap_1; ..; tap_k]))`` of all
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, MarkovHead, head_of
+from spec_lab.drafters.block.convolution import GroupedDynamicConvolution
+from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, MarkovHead, SelectorHead, head_of
 from spec_lab.drafters.draft_layers import (
     DrafterNetwork,
     DraftLayers,
@@ -54,6 +56,8 @@ class BlockSettings:
         draft_vocab_size: W, of the drafter's own LM head; None: the target's is used.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits.
+        conv_taps: k of the convolutions of each layer (``block.convolution``); 0: it has none.
+        conv_group: number of channels that share a kernel.
         windows: of each layer (``DraftLayers``).
         causal: of each layer, whether the rows of a block attend to rows before them only; empty: none of them.
         logit_cap: c, logits x become ``c tanh(x / c)`` after that; 0: they do not.
@@ -75,6 +79,8 @@ class BlockSettings:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    conv_taps: int = 0
+    conv_group: int = 1
     windows: tuple[int | None, ...] = ()
     causal: tuple[bool, ...] = ()
 
@@ -117,6 +123,13 @@ class BlockNetwork(DrafterNetwork):
         if settings.head is not None:
             drafted = settings.draft_vocab_size or settings.vocab_size
             self.head = head_of(settings.head, settings.vocab_size, drafted, h)
+        self.convolutions: nn.ModuleList | None = None
+        if settings.conv_taps:
+            own = h, settings.conv_taps, settings.conv_group
+            names = ("attention_conv", "mlp_conv")
+            self.convolutions = nn.ModuleList(
+                nn.ModuleDict({name: GroupedDynamicConvolution(*own) for name in names}) for _ in range(self.layers)
+            )
         self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
         self.confidence_head = nn.Linear(settings.confidence, 1, device="meta") if settings.confidence else None
 
@@ -128,7 +141,8 @@ class BlockNetwork(DrafterNetwork):
     @property
     def tokens(self) -> int:
         """Maximum number of tokens that have a probability in a level."""
-        return self.settings.draft_vocab_size or self.settings.vocab_size
+        drafted = self.settings.draft_vocab_size or self.settings.vocab_size
+        return self.head.candidates if isinstance(self.head, SelectorHead) else drafted
 
     @property
     def kinds(self) -> dict[int, AttentionKind]:
@@ -160,11 +174,27 @@ class BlockNetwork(DrafterNetwork):
         """See ``runners.block_lm.BlockLayers``. Rows of features have keys and values only."""
         rotation, hidden = self.body.rotate(x, positions), x[0].index_select(0, block)
         for layer in range(self.layers):
-            normed = self.body.layers[layer].input_layernorm(hidden)
-            # The layer's attention runs over all rows, whose outputs are used in the block only.
-            attended = self.body.attend(layer, x.index_copy(1, block, normed[None]), rotation, cache)
-            hidden = self.body.rest(layer, hidden, attended[0].index_select(0, block))
+            attend = partial(self._attend, layer, x=x, rotation=rotation, cache=cache, block=block)
+            decoder_layer, convolved = self.body.layers[layer], self._convolutions(layer)
+            normed = decoder_layer.input_layernorm(hidden)
+            if convolved is None or not len(block):
+                hidden = self.body.rest(layer, hidden, attend(normed))
+                continue
+            size = (-1, self.settings.block_size)
+            hidden = hidden + convolved["attention_conv"](normed.unflatten(0, size), attend).flatten(0, 1)
+            normed = decoder_layer.post_attention_layernorm(hidden).unflatten(0, size)
+            hidden = hidden + convolved["mlp_conv"](normed, decoder_layer.mlp).flatten(0, 1)
         return hidden
+
+    def _attend(
+        self, layer: int, rows: Tensor, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, block: Tensor
+    ) -> Tensor:
+        """Attention of the blocks' rows ``[.., H]``. It runs over all rows, whose outputs are used in blocks only."""
+        whole = x.index_copy(1, block, rows.reshape(1, -1, rows.shape[-1]))
+        return self.body.attend(layer, whole, rotation, cache)[0].index_select(0, block).view_as(rows)
+
+    def _convolutions(self, layer: int) -> Any:
+        return None if self.convolutions is None else self.convolutions[layer]
 
     def logits(self, normed: Tensor) -> Tensor:
         """Normed outputs ``[.., H]`` -> logits ``[.., W]`` of the layers alone."""
@@ -238,7 +268,7 @@ class BlockNetwork(DrafterNetwork):
             settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
             taps=tuple(min(tap, last) for tap in range(len(settings.taps))), mask_token=target.vocabulary - 1,
             block_size=levels + (not settings.predicts_next), embedding=None, confidence=0,
-            draft_vocab_size=settings.draft_vocab_size and target.vocabulary - 1,
+            draft_vocab_size=settings.draft_vocab_size and target.vocabulary - 1, conv_group=1, windows=(), causal=(),
             head=None if settings.head is None else settings.head.toy(),
         )  # fmt: skip
         return random_network(BlockNetwork(settings), target)

@@ -1,8 +1,9 @@
 """A block drafter: a few layers fill in a block of mask tokens, and read the target's features in every layer.
 
-Sources: DFlash (2602.06036) and, with a Markov head, DSpark (2607.05147). The network is ``block.network``. Without a
-head (``block.heads``) a level's distribution does not depend on what is drafted above it, and along a path the tokens
-are independent; with one it depends on the tokens above. Either way every row states the q its children are drawn from.
+Sources: DFlash (2602.06036) and, with heads, DFlash2, DSpark (2607.05147) and Domino (2605.29707). The network is
+``block.network``. Without a head (``block.heads``) a level's distribution does not depend on what is drafted above it,
+and along a path the tokens are independent; with one it depends on the tokens above. Either way every row states the q
+its children are drawn from.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class BlockDrafter(FeatureReader):
 
         Args:
             target: whose hidden states it reads.
-            path: folder or hub name of a DFlash or DSpark drafter, in safetensors.
+            path: folder or hub name of a DFlash, DFlash2, DSpark or Domino drafter, in safetensors.
             revision: branch, tag or commit of a hub name; None: main.
             taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
                 files are read; so are the next four.

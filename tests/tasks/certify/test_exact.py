@@ -178,6 +178,14 @@ PROPOSERS = {
     ),
     "block with a gated Markov head": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("gated", 2)),
     "block with a recurrent Markov head": block("2x1", "iid", size=3, head=HeadSettings("rnn", 2)),
+    "DFlash2 chain": block(
+        "1x1", "iid", size=3, head=HeadSettings("selector", 2, candidates=3), conv_taps=2, conv_group=2
+    ),
+    "DFlash2 tree": block("2x1", "without", size=3, head=HeadSettings("selector", 2, candidates=2), conv_taps=2),
+    "Domino chain": block(
+        "1x1", "iid", size=2, predicts_next=True, head=HeadSettings("domino", 2, state_size=2, uncorrected=1)
+    ),
+    "Domino tree": block("2x1", "without", size=3, head=HeadSettings("domino", 2, state_size=2)),
     "P-EAGLE chain": peagle("1x1", "iid"),
     "P-EAGLE tree": peagle("2x1", "without", draft_vocab_size=3),
     "PARD chain": pard("1x1", "iid"),
