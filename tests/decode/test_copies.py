@@ -31,6 +31,8 @@ from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.pard.propose import Pard
+from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
+from spec_lab.drafters.peagle.propose import PEagleDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
@@ -61,6 +63,7 @@ def target_on(device):
 MARKOV = BlockSettings(
     small_layer(32), 32, 32, VOCABULARY, (1, 2), block_size=3, mask_token=60, head=HeadSettings("rnn", 2)
 )
+PARALLEL = PEagleSettings(small_layer(32), 32, 32, VOCABULARY, (1, 2), 50, mask_token=60)
 PROPOSERS = {
     "null": lambda t: Null(),
     "ngram": lambda t: Ngram(3, 2, 1),
@@ -77,13 +80,23 @@ PROPOSERS = {
     "kangaroo": kangaroo,
     "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
     "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
+    "peagle": lambda t: PEagleDrafter(random_network(PEagle(PARALLEL), t), t, TreePlan(TREE, "point")),
     "block": lambda t: BlockDrafter(random_network(BlockNetwork(MARKOV), t), t, TreePlan(TREE, "point")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)
     | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit", "kangaroo", "skip"), 3)
     | dict.fromkeys(
-        ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "early_exit_best_first", "block"), 2
+        (
+            "draft_points",
+            "draft_without",
+            "draft_gumbel",
+            "draft_best_first",
+            "early_exit_best_first",
+            "block",
+            "peagle",
+        ),
+        2,
     )
     | {"pld_plus": 1}
 )
@@ -173,6 +186,7 @@ UNSAMPLED = {
     "pld_plus": 0.0,
     "medusa": 0.0,
     "block": 0.0,
+    "peagle": 0.0,
 }  # greedy: where nothing is drafted, there is no node 2
 
 

@@ -22,7 +22,7 @@ from spec_lab.models.gguf_tokenizer import read_gguf_tokenizer
 from spec_lab.models.target import Target as Model
 from spec_lab.propose.suffix import Suffix
 from tests import checkpoints
-from tests.drafters.block_drafters import dflash, dspark
+from tests.drafters.block_drafters import dflash, dflash2, domino, dspark
 from tests.drafters.eagle_heads import eagle1, written
 from tests.drafters.kangaroo_adapters import adapter
 from tests.drafters.medusa_heads import authors, vllm
@@ -44,6 +44,8 @@ LOADED: dict[str, Callable[[Model, str], Any]] = {
     "kangaroo": lambda target, path: kangaroo.load(target, path, exit_layer=1, depth=2),
     "dflash": lambda target, path: BlockDrafter.load(target, path, depth=2),
     "dspark": lambda target, path: BlockDrafter.load(target, path, depth=2),
+    "dflash2": lambda target, path: BlockDrafter.load(target, path, depth=2),
+    "domino": lambda target, path: BlockDrafter.load(target, path, depth=2),
 }
 
 
@@ -55,6 +57,8 @@ def make_checkpoints(folder: Path) -> None:
         "mtp": modules(width, vocabulary, "deepseek", depth), "kangaroo": adapter(width),
         "dflash": dflash(width, (0, depth - 1), mask=vocabulary - 1),
         "dspark": dspark(width, vocabulary, (0, depth - 1), mask=vocabulary),
+        "dflash2": dflash2(width, vocabulary, ids=(0, depth - 1), mask=vocabulary - 1),
+        "domino": domino(width, vocabulary, ids=(0, depth - 1), mask=vocabulary - 1),
     }.items():  # fmt: skip
         config, tensors = made
         written(folder / name, config, {key: tensor.clone() for key, tensor in tensors.items()})
