@@ -28,6 +28,17 @@ from tests.tiny import VOCABULARY, tiny_target
 
 H = 32
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+
+
+def lfm2():
+    """A DSpark drafter as Liquid AI writes it: with fields in both places, and a rotary embedding of neighbours."""
+    config, tensors = dspark(H, VOCABULARY, layout="specforge", mask=60, architectures=["Lfm2DSparkDraftModel"])
+    inner = config["dflash_config"]
+    inside = {name: inner[name] for name in ("mask_token_id", "target_layer_ids")} | {"num_target_layers": 4}
+    outside = {name: inner[name] for name in ("markov_rank", "markov_head_type", "enable_confidence_head")}
+    return config | outside | {"dflash_config": inside}, tensors
+
+
 KEPT = [0, 2, 3, 7, *range(11, 55), 57]
 VARIANTS = {
     "dflash": dflash(H, rope_theta=1e6),
@@ -42,6 +53,7 @@ VARIANTS = {
     "dflash-speculators": speculators(
         dflash(H, head=VOCABULARY, layers=1, layer_types=["sliding_attention"], sliding_window=5), "dflash", VOCABULARY
     ),
+    "dspark-lfm2": lfm2(),
     "dflash2": dflash2(H, VOCABULARY, layer_types=["sliding_attention"] * 2, sliding_window=6, is_causal=False),
     "dflash2-three-taps": dflash2(H, VOCABULARY, taps=3, group=32, candidates=3, output_multiplier=0.5),
     "domino": domino(H, VOCABULARY),
@@ -104,7 +116,7 @@ def reference(name, target, text, path):
         )
     ]
     theta = config.get("transformer_layer_config", config)["rope_theta"]
-    reading = KINDS.get(name, ()), not config.get("rope_is_neox_style", True)
+    reading = KINDS.get(name, ()), name == "dspark-lfm2" or not config.get("rope_is_neox_style", True)
     hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, theta, *scales, *reading)
     next_row = inner.get("shift_label", config.get("sample_from_anchor", name.startswith("dspark")))
     fields = parts[0], inner.get("pure_draft_prefix_len", 0), inner.get("selector_top_k", 0)
@@ -396,6 +408,7 @@ READINGS = {
     "dspark": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "neox"},
     "dspark-own-row": {"taps": [1, 2, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "neox"},
     "dspark-speculators": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "neox"},
+    "dspark-lfm2": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "interleaved"},
     "dflash-windows": {"taps": [1, 3], "anchor": "own", "window": 6, "causal": "windows", "rope": "neox"},
     "dflash-llama-windows": {"taps": [1, 3], "anchor": "own", "window": 4, "causal": "none", "rope": "neox"},
     "dflash-causal": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "all", "rope": "neox"},

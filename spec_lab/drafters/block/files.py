@@ -44,6 +44,7 @@ from spec_lab.drafters.block.layout import (
     INNER,
     INTERLEAVED,
     MARKOV_FIELDS,
+    NEIGHBOURS,
     OF_LAYERS,
     OF_SPECULATORS,
     OWN,
@@ -81,7 +82,8 @@ def read_block(path: str, target: Target, options: Mapping[str, Any] | None = No
     with DrafterFiles.open(path, "a block drafter", target, converts=False, options=options) as files:
         stated = _stated(files)
         settings = _settings(files, stated)
-        interleaved = _two(files, "rope", _one_of(files, stated, INTERLEAVED), False, ("neox", "interleaved"))
+        default = NEIGHBOURS in (files.config.get("architectures") or ())
+        interleaved = _two(files, "rope", _one_of(files, stated, INTERLEAVED), default, ("neox", "interleaved"))
         network = files.read(BLOCK, lambda: BlockNetwork(settings))
         network.ids = draft_tokens(files, target.vocabulary, settings.draft_vocab_size).to(target.lm.device)
         if interleaved:

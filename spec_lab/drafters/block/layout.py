@@ -37,7 +37,7 @@ FAMILIES = ("llama", "qwen3")
 Kind = Literal["dflash", "dflash2", "dspark", "domino"]
 ARCHITECTURES: Mapping[str, Kind] = {
     "DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2", "DSparkDraftModel": "dspark",
-    "Qwen3DSparkModel": "dspark", "DominoDraftModel": "domino",
+    "Qwen3DSparkModel": "dspark", "Lfm2DSparkDraftModel": "dspark", "DominoDraftModel": "domino",
 }  # fmt: skip
 """The kind of a drafter, by the class that its authors read it with."""
 INNER = "dflash_config"
@@ -47,6 +47,8 @@ CAUSAL = {"is_causal": True, "causal": True}
 """Fields that tell whether the rows of a block attend to rows before them only, and their value where they do."""
 INTERLEAVED = {"rope_is_neox_style": False, "is_neox_style": False}
 """Fields that tell whether the rotary embedding turns neighbours, and their value where it does."""
+NEIGHBOURS = "Lfm2DSparkDraftModel"
+"""The class whose rotary embedding does unless a field tells otherwise."""
 PLACES = {
     "block_size", "mask_token_id", "target_layer_ids", "projector_type", "final_logit_softcapping", "output_multiplier",
     "input_embedding_scale", "use_swa", "swa_window_size", "draft_vocab_size", *ANCHOR, *CAUSAL, *INTERLEAVED,
