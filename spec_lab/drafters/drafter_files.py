@@ -392,7 +392,7 @@ class DrafterFiles:
         if "sliding_attention" not in types:
             return (None,) * layers
         if not self.flag("use_sliding_window", True, config=config):
-            raise ValueError(f"{self.file}: use_sliding_window is False, but layer_types has sliding_attention")
+            raise ValueError(f"{self.file}: use_sliding_window is false, but layer_types has sliding_attention")
         window = self.whole("sliding_window", config=config)
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -337,7 +337,7 @@ REFUSED = {
     "windows by one field only": (
         dflash,
         outer(use_sliding_window=False, layer_types=["sliding_attention"] * 2, sliding_window=4),
-        "use_sliding_window is False, but layer_types",
+        "use_sliding_window is false, but layer_types",
     ),
     "caps": (dflash, inner(final_logit_softcapping=-30.0), "final_logit_softcapping must be a number above 0"),
     "factor": (dflash, inner(output_multiplier=True), "output_multiplier must be a number above 0"),
