@@ -68,6 +68,9 @@ SHAPE = {
 }
 """The shape of the part of ``manifest.json`` that is read."""
 
+JUDGED = ("verdict", "verdict_reasons", "repeated_groups")
+"""The entries of a run's summary that its manifest gets when it ends."""
+
 
 def manifest(
     config: Mapping[str, Any],

@@ -14,7 +14,7 @@ from spec_lab.analysis.console import show
 from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.core.faults import PartError
 from spec_lab.core.files import remove_abandoned
-from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
+from spec_lab.results.manifest import JUDGED, claim, finite, manifest, unclaim, write_json
 from spec_lab.results.parts import TableParts
 from spec_lab.results.result import Result
 from spec_lab.results.sweep import INTERRUPTED
@@ -101,8 +101,7 @@ class Task:
             summary = finite({"schema_version": SCHEMA_VERSION, **done.summary})
             write_json(out / self.summary, summary)
             if "verdict" in summary:
-                judged = ("verdict", "verdict_reasons", "repeated_groups")
-                facts |= {name: summary[name] for name in judged if name in summary}
+                facts |= {name: summary[name] for name in JUDGED if name in summary}
                 write_json(out / "manifest.json", facts)
             result = done.result and done.result(out)
             lab.tracker.finish(summary, _draw(result, out / "figures", done.drawn) if result else [], done.tables)

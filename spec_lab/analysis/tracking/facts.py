@@ -12,6 +12,7 @@ from typing import Any
 from spec_lab.analysis.names import MAIN
 from spec_lab.core.terminal import short_path
 from spec_lab.results import sweep
+from spec_lab.results.manifest import JUDGED
 from spec_lab.results.redact import without_secrets
 
 MAX_LETTERS = 500
@@ -114,10 +115,11 @@ def tags(parts: Mapping[str, Any]) -> list[str]:
 
 
 def identity(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Return an id that is the same whenever this run is tracked, also after it was resumed: from its manifest, which
-    is written once, and its folder's name.
+    """Return an id that is the same whenever this run is tracked, also after it was resumed: from its folder's name and
+    what its manifest said when it began.
     """
-    facts = json.dumps([folder.absolute().name, manifest], sort_keys=True, default=str)
+    begun = {name: fact for name, fact in manifest.items() if name not in JUDGED}
+    facts = json.dumps([folder.absolute().name, begun], sort_keys=True, default=str)
     return sha256(facts.encode()).hexdigest()[:16]
 
 
