@@ -576,7 +576,7 @@ def test_a_proposer_that_requires_a_hidden_state_that_there_is_not_is_refused_at
 
 @pytest.mark.parametrize("top_k", [-1, VOCABULARY + 1, 10**6])
 def test_a_proposer_that_requires_more_likeliest_tokens_than_there_are_is_refused_at_once(target, top_k):
-    with pytest.raises(ValueError, match=rf"'guess' .*top_k={top_k}\b.* {VOCABULARY} tokens"):
+    with pytest.raises(ValueError, match=rf"top_k={top_k}\b"):
         Engine(Arm(target, Guess(target, Requires(top_k=top_k)), Token(), CounterDraws(0)))
     Engine(Arm(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0)))
 

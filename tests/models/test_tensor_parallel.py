@@ -235,7 +235,7 @@ def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
         ({"device_map": {"": "disk"}}, "disk"),
         ({"device_map": {"": "cpu", "lm_head": "meta"}}, "lm_head .*meta"),
         ({"device_map": {"lm_head": "gpu"}}, "target.device_map, lm_head: .*'gpu'"),
-        ({"device_map": {"": None}}, "device_map.*None"),
+        ({"device_map": {"": None}}, "device_map.*null"),
         ({"device_map": {"": 64}}, "device 64 "),
         (
             {"device_map": {"": "cpu", "head": "cpu"}},
