@@ -23,7 +23,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.tasks.check_drafter import check
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, expected_steps, tau
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, predicted
-from spec_lab.tasks.check_drafter.readings import prompt_variants, try_readings
+from spec_lab.tasks.check_drafter.readings import alike, prompt_variants, try_readings
 from spec_lab.tasks.check_drafter.task import explained
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
@@ -82,6 +82,7 @@ def test_a_repetition_penalty_counts_the_text_before_each_token(target):
 PROPOSERS = {
     "draft model": lambda target: draft_model("1x1x1"),
     "draft model, deterministic": lambda target: draft_model("1x1x1", drawn="point"),
+    "a tree": lambda target: draft_model("3x2x1", drawn="point"),
     "the target itself": lambda target: draft_model("1x1x1", lm=target.lm),
     "n-gram": lambda target: Ngram(3, 2, 1),
     "repeat": lambda target: Repeat(2),
@@ -200,6 +201,19 @@ def test_the_best_reading_is_named_and_those_that_help_are_combined(right, best)
     assert [reading.helps for reading in readings[1:4]] == [
         name in right and right[name] == value for name, value in (("taps", "b"), ("taps", "c"), ("window", 8))
     ]
+
+
+def test_of_readings_that_cannot_be_told_apart_by_tau_the_one_with_the_largest_alpha_is_the_best():
+    def measure(drafter, read):
+        taps = drafter.values["taps"]
+        accepted = np.random.default_rng(ord(taps)).random((10, 30, 2)) < (0.2 if taps == "a" else 0.6)
+        alpha = {"a": 0.2, "b": 0.6, "c": 0.61}[taps]
+        return [text_of(rows, alpha=np.full(rows.shape, alpha)) for rows in accepted]
+
+    readings, found = try_readings(Read(), [Prompt("one", "text")], lab().target, lambda new: Read(**new), measure)
+    assert found.changed == {"taps": "c"} and [other.changed for other in alike(found, readings)] == [
+        {"taps": "b"}, {"taps": "c"},
+    ]  # fmt: skip
 
 
 def test_a_reading_that_cannot_be_built_is_shown_with_the_reason():

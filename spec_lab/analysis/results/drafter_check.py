@@ -17,8 +17,8 @@ CALIBRATION = (None, {
     "ece": REAL, "confidence": REAL, "agreed": REAL, "bins": [{"confidence": REAL, "agreed": REAL, "tokens": int}],
 })  # fmt: skip
 SUMMARY = {
-    "proposer": str, "temperature": float, "depth": int, "texts": int, "tokens": int, "trained_context": (int, None),
-    "gain": float, "best": int,
+    "proposer": str, "temperature": float, "depth": int, "tree": bool, "texts": int, "tokens": int,
+    "trained_context": (int, None), "gain": float, "best": int, "alike": [int],
     "readings": [{"changed": {}, "label": str, "helps": bool, "?error": str, "?tau": INTERVAL,
                   "?gain": (None, INTERVAL), "?agreed": [REAL], "?alpha": [REAL]}],
     "by_position": {str: [RANGE]}, "by_context": {str: [RANGE]}, "calibration": {str: CALIBRATION},
@@ -28,9 +28,9 @@ SUMMARY = {
 """What is read of ``summary.json``."""
 
 READINGS = (
-    "Expected tau: tokens of a step that drafts one chain, on the target's own answers; gain: the difference to the "
-    "reading in use, paired by prompt, with an interval that allows for the number of readings tried. A tree accepts "
-    "more than a chain. Of other prompts the target answers otherwise."
+    "Expected tau: tokens of a step on the target's own answers, verified losslessly; gain: the difference to the "
+    "reading in use, paired by prompt, with an interval that allows for the number of readings tried. Of other prompts "
+    "the target answers otherwise."
 )
 DEPTHS = (
     "After the true tokens. Agreement: the likeliest tokens of target and draft are the same. alpha: sum min(p, q), "
@@ -46,7 +46,7 @@ REASONS = {
     "reading": "The difference is explained by the reading: with {options} tau is {tau}.",
     "prompts": "The difference is explained by how the prompts are sent: with {options} tau is {tau}.",
     "nothing": "Neither sampling, the prompts' template nor a reading explains the difference: compare prompts, "
-               "temperature, draft length and trees, of which this is a chain of depth {depth}.",
+               "temperature, draft length and trees; these are {drafts}.",
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def result(folder: Path) -> Result:
     shown = {NAMES[key]: readings[number] for key, number in zip(NAMES, names, strict=False)}
     return Result(
         manifest["config"].get("name", "run"),
-        f"{summary['proposer']}, chains of depth {summary['depth']}, along {summary['texts']} answers of "
+        f"{summary['proposer']}, {_drafts(summary)}, along {summary['texts']} answers of "
         f"{summary['tokens']} tokens at temperature {summary['temperature']:g}",
         [
             Section("Readings", READINGS, _readings(readings, summary["best"]),
@@ -98,6 +98,11 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
             f"Best reading: {_options(best['changed'])} ({best['label']}): expected tau {interval(best['tau'])}, "
             f"{interval(best['gain'], '+.2f')} over the reading in use, {tau}."
         ]
+        lines += [
+            f"{_options(reading['changed'])} cannot be told apart from it: tau {interval(reading['tau'])}."
+            for number, reading in enumerate(readings)
+            if number in summary["alike"] and "tau" in reading
+        ]
     lines += [
         f"With {_options(reading['changed'])} ({reading['label']}) tau is {interval(reading['tau'])}, of other answers."
         for reading in readings
@@ -107,12 +112,16 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
         changed = next((reading for reading in readings[1:] if reading["changed"] == expected["changed"]), used)
         said = REASONS[expected["by"]].format(
             value=expected["value"], options=_options(expected["changed"]), tau=interval(changed.get("tau")),
-            depth=summary["depth"],
+            drafts=_drafts(summary),
         )  # fmt: skip
         if not expected["whole"]:
             said = said.replace("The difference is explained by", "A part of the difference is explained by")
         lines.append(f"Expected {expected['value']:g}, measured {tau}. {said}")
     return lines
+
+
+def _drafts(summary: Mapping[str, Any]) -> str:
+    return f"{'its own trees' if summary['tree'] else 'chains'} of depth {summary['depth']}"
 
 
 def _options(changed: Mapping[str, Any]) -> str:

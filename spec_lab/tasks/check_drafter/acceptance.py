@@ -62,6 +62,11 @@ def by_depth(texts: Sequence[Predicted], figure: str) -> list[float]:
     return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0).tolist()
 
 
+def mean_alpha(texts: Sequence[Predicted]) -> float:
+    """Return the mean of alpha over all positions and depths."""
+    return float(np.nanmean(np.concatenate([text.alpha.ravel() for text in texts])))
+
+
 def by_range(texts: Sequence[Predicted], context: bool, trained: int | None = None) -> list[dict[str, Any]]:
     """Return the expected tokens of steps that begin in ranges of positions, each twice as long as the one before.
 

@@ -7,7 +7,8 @@ position of the text the drafter then observes what it would have observed while
 - a drafter with a plan of trees (``TreeProposer``) is given the text itself as its chain (``ChainOfText``): q at each
   depth is that after the true tokens (teacher forcing), whatever it would have drafted;
 - any other proposer drafts as it does, deterministic tokens only; its tree is followed along the text as far as it
-  holds it, so that figures of a depth are of the positions where all tokens before were drafted.
+  holds it, so that figures of a depth are of the positions where all tokens before were drafted. So are trees of
+  deterministic tokens of a plan, to know what they accept.
 
 Given the text x, which the target has sampled, token verification accepts the drafted x_t with probability
 ``min(1, q(x_t) / p(x_t))``; a deterministic token if it is x_t. See ``replay.steps_along_texts``.
@@ -65,7 +66,8 @@ class Predicted:
         prompt: tokens of the prompt.
         agreed: ``[n, K]`` whether the likeliest tokens of p and q are the same.
         alpha: ``[n, K]`` sum min(p, q), of the sampling's temperature; of temperature 1 where that is 0.
-        accepted: ``[n, K]`` the probability that the text's token is accepted, once those before it are.
+        accepted: ``[n, K]`` the probability that the text's token is accepted, once those before it are: by the
+            drafter's own tree where that has deterministic tokens, else by a chain.
         confidence: ``[n, K]`` the largest probability of q at temperature 1; NaN without a q.
     """
 
@@ -154,18 +156,35 @@ def predicted(
         PartError: the proposer raised an error; names it.
         ValueError: a proposer without a plan that samples its drafts.
     """
-    drafter = AlongText(target, proposer, sampling, depth)
-    return [text for start in range(0, len(answers), batch) for text in drafter.along(answers[start : start + batch])]
+
+    def along(drafter: AlongText) -> list[Predicted]:
+        starts = range(0, len(answers), batch)
+        return [text for start in starts for text in drafter.along(answers[start : start + batch])]
+
+    texts = along(AlongText(target, proposer, sampling, depth, teaches=isinstance(proposer, TreeProposer)))
+    if not follows_tree(proposer):
+        return texts
+    trees = along(AlongText(target, proposer, sampling, depth, teaches=False))
+    return [replace(text, accepted=tree.accepted) for text, tree in zip(texts, trees, strict=True)]
+
+
+def follows_tree(proposer: Proposer) -> bool:
+    """Return whether the accepted tokens of a drafter with a plan are those of its own tree, not of a chain."""
+    return isinstance(proposer, TreeProposer) and proposer.plan.branches and proposer.plan.drawn == "point"
 
 
 class AlongText:
-    """A drafter that drafts along texts. Arguments as of ``predicted``."""
+    """A drafter that drafts along texts. Further arguments as of ``predicted``.
 
-    def __init__(self, target: Target, proposer: Proposer, sampling: Sampling, depth: int) -> None:
+    Args:
+        teaches: whether the text is its chain, not what it drafts; only of a ``TreeProposer``.
+    """
+
+    def __init__(self, target: Target, proposer: Proposer, sampling: Sampling, depth: int, teaches: bool) -> None:
         self.target, self.proposer, self.sampling, self.depth = target, proposer, sampling, depth
         self.plan: ChainOfText | None = None
         self.draft_sampling, self.deterministic = sampling, True
-        if isinstance(proposer, TreeProposer):
+        if teaches and isinstance(proposer, TreeProposer):
             plan = proposer.plan
             self.plan = ChainOfText(widths([1] * depth), temperature=plan.temperature)
             self.proposer = copy(proposer)  # it shares the network

@@ -11,7 +11,7 @@ from spec_lab.analysis.metrics.paired import change
 from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
-from spec_lab.tasks.check_drafter.acceptance import by_depth, tau, totals
+from spec_lab.tasks.check_drafter.acceptance import by_depth, mean_alpha, tau, totals
 from spec_lab.tasks.check_drafter.along_text import Predicted
 from spec_lab.text.chat_template import ChatTemplate, thinking_options
 from spec_lab.text.prompts import Prompt
@@ -76,7 +76,8 @@ def try_readings(
 ) -> tuple[list[TriedReading], TriedReading]:  # fmt: skip
     """Measure the reading in use and every other one, each alone; then those that help, together.
 
-    Combined are readings of different conventions, the most helpful first, as long as each improves on those before.
+    Combined are readings of different conventions, the most helpful first, as long as each improves on those before. Of
+    readings that cannot be told apart by tau, the one with the largest alpha comes first, which varies less.
 
     Args:
         proposer: as it is read.
@@ -107,7 +108,11 @@ def try_readings(
 
     alone = [measured({convention: value}, label) for convention, label, value in others]
     tried, best = [used, *alone], used
-    for other in sorted((other for other in alone if other.helps), key=_mean_gain, reverse=True):
+    helping = sorted((other for other in alone if other.helps), key=_mean_gain, reverse=True)
+    if helping:
+        first = max(alike(helping[0], helping), key=lambda other: mean_alpha(other.texts or ()))
+        helping = [first, *(other for other in helping if other is not first)]
+    for other in helping:
         if best is used:
             best = other
         elif not other.changed.keys() & best.changed.keys():
@@ -117,6 +122,12 @@ def try_readings(
                 best = both
     tried += [measured(changed, label, read) for changed, label, read in variants]
     return tried, best
+
+
+def alike(best: TriedReading, others: Sequence[TriedReading]) -> list[TriedReading]:
+    """Return those of other readings that are not worse than the best one by more than chance explains."""
+    assert best.texts is not None
+    return [other for other in others if other.texts is not None and not _gain(other, best.texts, 0.95).low > 0]
 
 
 def _mean_gain(tried: TriedReading) -> float:

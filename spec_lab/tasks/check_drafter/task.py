@@ -15,8 +15,8 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.propose import Null
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, tau
-from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, predicted
-from spec_lab.tasks.check_drafter.readings import TriedReading, try_readings
+from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, follows_tree, predicted
+from spec_lab.tasks.check_drafter.readings import TriedReading, alike, try_readings
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.text.prompts import Prompt
@@ -70,7 +70,7 @@ def check(
         answers[:] = answered(lab, settings)
         with Progress(desc=settings.name, unit="reading") as bar:
             tried, best = try_readings(proposer, lab.prompts, lab.target, lab.rebuild, measured, bar.update)
-        return Done(summarise(lab, settings, tried, best, depth, expect), drafter_check.result)
+        return Done(summarise(lab, proposer, settings, tried, best, expect), drafter_check.result)
 
     def left() -> tuple[int, str]:
         return 0, "nothing is kept of a check that has not ended"
@@ -98,9 +98,10 @@ def answered(lab: Lab, settings: Settings) -> list[Answer]:
 
 
 def summarise(
-    lab: Lab, settings: Settings, tried: Sequence[TriedReading], best: TriedReading, depth: int, expect: float | None
-) -> dict[str, Any]:
-    """Return the contents of ``summary.json``, of readings tried, that in use first."""
+    lab: Lab, proposer: Proposer, settings: Settings, tried: Sequence[TriedReading], best: TriedReading,
+    expect: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the contents of ``summary.json``, of a drafter's readings, that in use first."""
     used, shown = tried[0], best.texts
     assert used.texts is not None and shown is not None
     trained = used.reading.trained_context
@@ -110,7 +111,8 @@ def summarise(
         "target": lab.target.name,
         "proposer": lab.proposer.name,
         "temperature": lab.sampling.temperature,
-        "depth": depth,
+        "depth": draft_depth(proposer),
+        "tree": follows_tree(proposer),
         "texts": len(used.texts),
         "tokens": sum(len(text.accepted) for text in used.texts),
         "trained_context": trained,
@@ -118,6 +120,11 @@ def summarise(
         "best_reading": best.reading.values,
         "gain": 0.0 if best is used else tau(shown).mean - tau(used.texts).mean,
         "best": tried.index(best),
+        "alike": [
+            tried.index(other)
+            for other in alike(best, tried[1:])
+            if other is not best and other.helps and other.changed.keys() == best.changed.keys()
+        ],
         "readings": [reading.facts() for reading in tried],
         "by_position": {name: by_range(along, False) for name, along in texts.items()},
         "by_context": {name: by_range(along, True, trained) for name, along in texts.items()},

@@ -65,8 +65,8 @@ SUMMARIES = {
             "errors": [HOSTILE], "arms": {name: {
                 "requests": 4, "tokens": 40, "tokens_per_second": 123.4, "goodput": 1.5, "speedup": VALUE,
                 "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES} for name in (HOSTILE, "baseline")}},
-    CHECK: {"proposer": HOSTILE, "temperature": 0.0, "depth": 2, "texts": 8, "tokens": 99, "trained_context": 32,
-            "gain": 1.0, "best": 1,
+    CHECK: {"proposer": HOSTILE, "temperature": 0.0, "depth": 2, "tree": True, "texts": 8, "tokens": 99,
+            "trained_context": 32, "gain": 1.0, "best": 1, "alike": [],
             "readings": [
                 {"changed": {}, "label": "in use", "helps": False, "tau": VALUE, "gain": None, "agreed": [0.5, 0.25],
                  "alpha": [0.375, None]},
