@@ -74,10 +74,11 @@ def try_readings(
     proposer: Proposer, prompts: Sequence[Prompt], target: Target, build: Build | None, measure: Measure,
     tick: Callable[[], Any] = lambda: None,
 ) -> tuple[list[TriedReading], TriedReading]:  # fmt: skip
-    """Measure the reading in use and every other one, each alone; then those that help, together.
+    """Measure the reading in use and every other one, each alone; then the best of them together with each of the rest.
 
-    Combined are readings of different conventions, the most helpful first, as long as each improves on those before. Of
-    readings that cannot be told apart by tau, the one with the largest alpha comes first, which varies less.
+    Readings of different conventions are combined as long as one improves on the best so far, except those that alone
+    are worse than the reading in use. Of readings that cannot be told apart by tau the one with the largest alpha is
+    taken, which varies less.
 
     Args:
         proposer: as it is read.
@@ -107,19 +108,16 @@ def try_readings(
         return TriedReading(changed, label, other.reading, texts, gain=_gain(used, texts, level))
 
     alone = [measured({convention: value}, label) for convention, label, value in others]
-    tried, best = [used, *alone], used
-    helping = sorted((other for other in alone if other.helps), key=_mean_gain, reverse=True)
-    if helping:
-        first = max(alike(helping[0], helping), key=lambda other: mean_alpha(other.texts or ()))
-        helping = [first, *(other for other in helping if other is not first)]
-    for other in helping:
-        if best is used:
-            best = other
-        elif not other.changed.keys() & best.changed.keys():
-            both = measured({**best.changed, **other.changed}, f"{best.label}; {other.label}")
-            tried.append(both)
-            if both.texts is not None and _gain(best, both.texts, level).low > 0:
-                best = both
+    tried, best, candidates = [used, *alone], used, alone
+    while better := [other for other in candidates if other.texts and _gain(best, other.texts, level).low > 0]:
+        leader = max(better, key=_mean_gain)
+        best = max(alike(leader, better), key=lambda other: mean_alpha(other.texts or ()))
+        candidates = [
+            measured({**best.changed, **other.changed}, f"{best.label}; {other.label}")
+            for other in alone
+            if other.gain is not None and other.gain.high > 0 and not other.changed.keys() & best.changed.keys()
+        ]
+        tried += candidates
     tried += [measured(changed, label, read) for changed, label, read in variants]
     return tried, best
 
