@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -213,14 +213,14 @@ class Pack(CellCache):
     positions: Tensor
     counting: Mapping[int, torch.device] = field(default_factory=dict)
     advances: Sequence[Advances] = ()
-    _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
+    _elsewhere: dict[torch.device, Self] = field(default_factory=dict, init=False)
 
     @cached_property
     def targets(self) -> list[tuple[int, int, int, slice | Tensor]]:
         """Where each segment's rows are written; see ``Cells.write``."""
         return [segment[:4] for segment in next(iter(self.segments.values()))]
 
-    def on(self, device: torch.device) -> Pack:
+    def on(self, device: torch.device) -> Self:
         """The pack on a layer's device. Masks and indices are moved once for each device."""
         if device == self.device:
             return self

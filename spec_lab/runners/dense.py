@@ -6,12 +6,14 @@ It is also the only way for models that do not use transformers' ``AttentionInte
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.core.upload import upload
 from spec_lab.runners.attention import FULL, AttentionKind, Pack, Segment, attention_mask
 from spec_lab.runners.prepare import Packer, Prepared
 
@@ -24,13 +26,17 @@ class DensePack(Pack):
 
     dense = True
 
+    @cached_property
+    def dead(self) -> Tensor:
+        """Which cells ``[S, 1, C, 1]`` hold no token: what they hold may be NaN, which no mask removes."""
+        return upload(self.device, self.cells.references == 0)[0][:, None, :, None]
+
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Write a layer's new keys and values; return all ``[1, heads, S * C, dim]``."""
-        cells = self.cells
-        cells.write(layer_idx, key, value, self.on(key.device).targets)
-        dead = torch.from_numpy(cells.references == 0).to(key.device)[:, None, :, None]  # a mask removes no NaN there
+        cells, here = self.cells, self.on(key.device)
+        cells.write(layer_idx, key, value, here.targets)
         keys, values = (
-            store[layer_idx].to(key.dtype).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
+            store[layer_idx].to(key.dtype).masked_fill(here.dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
             for store in (cells.keys, cells.values)
         )
         return keys, values
@@ -66,7 +72,8 @@ def text_masks(
     causal = np.triu(np.full((count, count), -np.inf, dtype=np.float32), 1)
     every = {kinds.get(layer, FULL) for layer in range(layers)}
     masks = {kind: attention_mask(kind, positions, positions, causal) for kind in every}
-    return _by_type({kind: torch.from_numpy(mask).to(device, dtype)[None, None] for kind, mask in masks.items()})
+    there = upload(device, *masks.values())
+    return _by_type({kind: mask.to(dtype)[None, None] for kind, mask in zip(masks, there, strict=True)})
 
 
 def _by_type(masks: Mapping[AttentionKind, Tensor]) -> DenseMasks:

@@ -145,7 +145,9 @@ class Pard(CachedDrafter):
         logits = logits[:, :vocabulary]
         if self.mask_token >= vocabulary:
             return logits
-        return logits.index_fill(1, torch.tensor([self.mask_token], device=logits.device), -torch.inf)
+        logits = logits.clone()
+        logits[:, self.mask_token] = -torch.inf
+        return logits
 
 
 def _refuse_other_kinds(path: str, config: Any) -> None:
