@@ -288,6 +288,33 @@ class DrafterNetwork(nn.Module):
         return {layer: AttentionKind(window) for layer, window in enumerate(self.body.windows) if window}
 
 
+class FeatureNetwork(DrafterNetwork):
+    """Layers that read features of the target. F is the width of a feature, X of an input, Y of an output."""
+
+    hidden: tuple[int, ...]
+    """Numbers of the target's hidden states that ``features`` reads, as in ``runner.Capabilities``."""
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the target ``[n, k * H]`` -> features ``[n, F]``."""
+        raise NotImplementedError
+
+    def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
+        """Tokens ``[n]`` and the features one position before them ``[n, F]`` -> inputs ``[n, X]``."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
+        """Inputs ``[b, N, X]`` at positions ``[b, N]`` -> outputs ``[b, N, Y]``."""
+        raise NotImplementedError
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[n, Y]`` -> the features ``[n, F]`` to feed back, and logits ``[n, V]``."""
+        raise NotImplementedError
+
+    def toy(self, target: Target) -> FeatureNetwork:
+        """The same kind of network with random weights, for another target."""
+        raise NotImplementedError
+
+
 N = TypeVar("N", bound=DrafterNetwork)
 
 

@@ -12,8 +12,8 @@ after the pending token. Below it, the network's own outputs stand in for the ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from spec_lab.core.reading import Reading
 from spec_lab.core.upload import rows_at, upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
+from spec_lab.drafters.draft_layers import FeatureNetwork
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
 from spec_lab.models.target import Target
 from spec_lab.propose.device_levels import DeviceLevels
@@ -31,53 +32,8 @@ from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
-from spec_lab.runners.attention import AttentionKind
 from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
-
-
-class FeatureNetwork(Protocol):
-    """Layers that read features. F is the width of a feature, X of an input, Y of an output."""
-
-    @property
-    def hidden(self) -> tuple[int, ...]:
-        """Numbers of the target's hidden states that ``features`` reads, as in ``runner.Capabilities``."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """The number of decoder layers."""
-        ...
-
-    @property
-    def kinds(self) -> Mapping[int, AttentionKind]:
-        """The kinds of the layers without full attention, by layer."""
-        ...
-
-    @property
-    def reading(self) -> Reading:
-        """How its files were read."""
-        ...
-
-    def features(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the target ``[n, k * H]`` -> features ``[n, F]``."""
-        ...
-
-    def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
-        """Tokens ``[n]`` and the features one position before them ``[n, F]`` -> inputs ``[n, X]``."""
-        ...
-
-    def __call__(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Inputs ``[1, N, X]`` at positions ``[1, N]`` -> outputs ``[1, N, Y]``."""
-        ...
-
-    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[n, Y]`` -> the features ``[n, F]`` to feed back, and logits ``[n, V]``."""
-        ...
-
-    def toy(self, target: Target) -> FeatureNetwork:
-        """The same kind of network with random weights, for another target."""
-        ...
 
 
 def drafts_below(sequence: SequenceState) -> bool:

@@ -4,9 +4,9 @@ Sources: EAGLE-1 (2401.15077, section 3.2) and EAGLE-2 (2406.16858), which has t
 section 3.1), with the variants of published heads. Letters: H hidden size of the drafter, H_t of the target, V its
 vocabulary, W draft vocabulary, k taps (hidden states of the target that are read), n rows.
 
-Both have the members of ``drafters.feature_drafter.FeatureNetwork``: ``features`` prepares observed hidden states,
-``inputs`` combines them with the tokens after them, ``forward`` runs the layers, and ``outputs`` returns the features
-that stand in for the target's one position later, and logits. ``services`` are the target's embedding and LM head.
+In both, ``features`` prepares observed hidden states, ``inputs`` combines them with the tokens after them, ``forward``
+runs the layers, and ``outputs`` returns the features that stand in for the target's one position later, and logits.
+``services`` are the target's embedding and LM head.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.drafters.draft_layers import (
-    DrafterNetwork,
     DraftLayers,
+    FeatureNetwork,
     over_all_tokens,
     random_network,
     rms_norm,
@@ -94,7 +94,7 @@ class Eagle3Settings:
     fc_bias: bool = False
 
 
-class Eagle(DrafterNetwork):
+class Eagle(FeatureNetwork):
     """The network of EAGLE-1 and EAGLE-2.
 
     Input j is ``fc([embed(t_{j+1}); f_j])``, where f_j is the target's hidden state after its final norm. The output of
@@ -145,7 +145,7 @@ class Eagle(DrafterNetwork):
         return random_network(Eagle(settings), target)
 
 
-class Eagle3(DrafterNetwork):
+class Eagle3(FeatureNetwork):
     """The network of EAGLE-3.
 
     Feature j is ``g_j = fc([tap_1; ..; tap_k])`` at position j. The first layer's attention reads

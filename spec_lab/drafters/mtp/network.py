@@ -13,7 +13,7 @@ Several modules are used in turn, module k for the k-th drafted token and the la
 KV cache of its own over all positions, in which its input at a committed position reads the target's hidden state.
 (In training, module k reads what module k - 1 predicted of that state. vLLM runs the first module for every token.)
 
-The network has the members of ``feature_drafter.FeatureNetwork``. Letters: H hidden size, V vocabulary, n rows.
+Letters: H hidden size, V vocabulary, n rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, small_layer
+from spec_lab.drafters.draft_layers import DraftLayers, FeatureNetwork, random_network, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -73,7 +73,7 @@ class Frame(nn.Module):
         return mixed
 
 
-class Mtp(DrafterNetwork):
+class Mtp(FeatureNetwork):
     """The network. With several modules a feature ends with the number of the module that reads it, from 0 on."""
 
     def __init__(self, settings: MtpSettings) -> None:

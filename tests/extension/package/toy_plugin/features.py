@@ -2,23 +2,20 @@
 hidden states at position j, as in EAGLE-3. The life cycle is that of every such drafter; only the network is here.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spec_lab.core.draft import Drawn
-from spec_lab.core.reading import Reading
-from spec_lab.drafters.draft_layers import DraftLayers, random_weights, small_layer
+from spec_lab.drafters.draft_layers import DraftLayers, FeatureNetwork, random_weights, small_layer
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.tree_plan import TreePlan
-from spec_lab.runners.attention import AttentionKind
 
 
-class Network(nn.Module):
+class Network(FeatureNetwork):
     """See the module.
 
     Args:
@@ -27,8 +24,6 @@ class Network(nn.Module):
     """
 
     layers = 1
-    kinds: Mapping[int, AttentionKind] = {}  # full attention
-    reading = Reading()  # nothing was read from files
 
     def __init__(self, target: Target, seed: int = 0) -> None:
         super().__init__()
@@ -47,7 +42,7 @@ class Network(nn.Module):
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         return self.fc(torch.cat([self.services.embed(token), feature], -1))
 
-    def forward(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
         return self.body.run(0, x, self.body.rotate(x, positions), cache)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
