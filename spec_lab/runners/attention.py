@@ -8,7 +8,7 @@ slow reference for tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -155,12 +155,11 @@ class Segment(NamedTuple):
         return self._replace(slots=slots, mask=None if self.mask is None else self.mask.to(device))
 
 
-class Advances(Protocol):
-    """Runs a recurrent layer over the rows of one sequence, and advances its state."""
+Advance = Callable[[Any, Tensor], Tensor]
+"""Runs a recurrent layer (its mixer) over the rows of one sequence, and advances its state.
 
-    def run(self, mixer: Any, rows: Tensor) -> Tensor:
-        """From the rows of all sequences ``[1, N, H]`` to those of its own ``[1, n, H]``."""
-        ...
+From the rows of all sequences ``[1, N, H]`` to those of its own ``[1, n, H]``.
+"""
 
 
 class CellCache:
@@ -212,7 +211,7 @@ class Pack(CellCache):
     device: torch.device
     positions: Tensor
     counting: Mapping[int, torch.device] = field(default_factory=dict)
-    advances: Sequence[Advances] = ()
+    advances: Sequence[Advance] = ()
     _elsewhere: dict[torch.device, Self] = field(default_factory=dict, init=False)
 
     @cached_property

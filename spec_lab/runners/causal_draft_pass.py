@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from spec_lab.runners.prepare import Packer, Planned, Prepared, lengthened
 
 
 class CausalDraftPass:
-    """A ``draft_pass.DraftPass``.
+    """A draft that is computed by some of the target's layers. Its cells are not part of the sequences.
 
     Args:
         packer: of the model.
@@ -47,9 +48,15 @@ class CausalDraftPass:
 
     @inference
     def forward(
-        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], timed: Phase, every: bool = False
+        self, sequences: Sequence[Any], pending: Sequence[Sequence[int]], timed: Phase, every: bool = False
     ) -> Partial:
-        """See ``draft_pass.DraftPass``.
+        """Compute pending tokens; called once, before any node.
+
+        Args:
+            sequences: ``[B]`` the target's.
+            pending: ``[B]`` the tokens that follow, at least one and at most ``max_pending`` each.
+            timed: records the calls of the model.
+            every: logits of all rows, not of the last one of each sequence.
 
         Raises:
             ValueError: more pending tokens than ``Runner.max_pending``.
@@ -71,13 +78,13 @@ class CausalDraftPass:
     @inference
     def extend(
         self,
-        sequences: Sequence[CellSequence | None],
+        sequences: Sequence[Any],
         shape: Shape,
         rows: np.ndarray,
         token: np.ndarray,
         timed: Phase,
     ) -> Partial:
-        """See ``draft_pass.DraftPass``."""
+        """Compute nodes whose ancestors are computed. Arguments as of ``runner.DraftRunner.extend``."""
         planned, in_tree = self.packer.plan_level(sequences, shape, rows, ahead=True), shape.places
         for new in planned.new:
             ahead, part = new.sequence.ahead, slice(new.start, new.start + len(new.taken))
@@ -90,11 +97,24 @@ class CausalDraftPass:
         return self._call(self.packer.finish_level(planned, token), timed)
 
     def finish(self, token: Tensor, host: np.ndarray | None = None) -> None:
-        """See ``draft_pass.DraftPass``."""
+        """The draft is complete: the target's forward continues from the rows that are computed.
+
+        If the forward's draft differs, as after a constraint has merged forced tokens, it continues from those rows
+        that occur in both, and the others are given back. The tokens of such a draft must be in the host's memory;
+        where they are not, as on a GPU, it continues from the rows of pending tokens only.
+
+        Args:
+            token: ``[M]`` the tokens of the draft.
+            host: the same on the host; needed where ``token`` is not in the host's memory.
+        """
         self.token, self.host = token, host
 
     def drop(self, clear: bool = False) -> None:
-        """See ``draft_pass.DraftPass``."""
+        """Give back all cells. Harmless when repeated.
+
+        Args:
+            clear: whether to overwrite them with zeros, for what is not finite: a mask does not remove NaN (0 x NaN).
+        """
         for sequence in self._sequences:
             if sequence.ahead is not None and sequence.ahead.owner is self:
                 sequence.forget_ahead(clear)

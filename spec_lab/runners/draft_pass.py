@@ -8,15 +8,11 @@ that the draft pass computed is discarded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
-
-from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Shape
 
 SublayerKind = Literal["attn", "mlp"]
 
@@ -56,47 +52,3 @@ class Partial(NamedTuple):
     logits: Tensor | None
     exits: Tensor | None
     array: np.ndarray | None = None
-
-
-class DraftPass(Protocol):
-    """A draft that is computed by some of the target's layers. Its cells are not part of the sequences."""
-
-    def forward(
-        self, sequences: Sequence[Any], pending: Sequence[Sequence[int]], timed: Phase, every: bool = False
-    ) -> Partial:
-        """Compute pending tokens; called once, before any node.
-
-        Args:
-            sequences: ``[B]`` the target's.
-            pending: ``[B]`` the tokens that follow, at least one and at most ``max_pending`` each.
-            timed: records the calls of the model.
-            every: logits of all rows, not of the last one of each sequence.
-        """
-        ...
-
-    def extend(
-        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: np.ndarray, timed: Phase
-    ) -> Partial:
-        """Compute nodes whose ancestors are computed. Arguments as of ``runner.DraftRunner.extend``."""
-        ...
-
-    def finish(self, token: Tensor, host: np.ndarray | None = None) -> None:
-        """The draft is complete: the target's forward continues from the rows that are computed.
-
-        If the forward's draft differs, as after a constraint has merged forced tokens, it continues from those rows
-        that occur in both, and the others are given back. The tokens of such a draft must be in the host's memory;
-        where they are not, as on a GPU, it continues from the rows of pending tokens only.
-
-        Args:
-            token: ``[M]`` the tokens of the draft.
-            host: the same on the host; needed where ``token`` is not in the host's memory.
-        """
-        ...
-
-    def drop(self, clear: bool = False) -> None:
-        """Give back all cells. Harmless when repeated.
-
-        Args:
-            clear: whether to overwrite them with zeros, for what is not finite: a mask does not remove NaN (0 x NaN).
-        """
-        ...

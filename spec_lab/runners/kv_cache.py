@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.upload import upload
+
+if TYPE_CHECKING:
+    from spec_lab.runners.recurrent import RecurrentStates
 
 GRAIN = 256  # cells; streams grow to multiples of it
 
@@ -40,7 +43,7 @@ class CellSequence:
         self.open = True
         self.held = NONE_HELD  # [nodes of the tree], the cell of each node; -1 where it is not computed
         self.ahead: Ahead | None = None
-        self.states: SequenceStates | None = None  # of a model with recurrent layers
+        self.states: RecurrentStates | None = None  # of a model with recurrent layers
 
     def __len__(self) -> int:
         return self._length
@@ -109,26 +112,6 @@ class CellSequence:
 
 
 NONE_HELD = np.empty(0, dtype=np.int64)
-
-
-class SequenceStates(Protocol):
-    """The states of one sequence's recurrent layers. They follow what its ``CellSequence`` does."""
-
-    def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """Keep the first nodes of the held chain, and forget all others."""
-        ...
-
-    def truncate(self, length: int) -> None:
-        """Forget all positions from ``length`` on; no nodes are held."""
-        ...
-
-    def fork(self) -> SequenceStates:
-        """The same states for a second sequence."""
-        ...
-
-    def close(self) -> None:
-        """Free everything."""
-        ...
 
 
 @dataclass(eq=False)

@@ -16,23 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.runners.llama_context import Context
 
-
-class Owner(Protocol):
-    """The runner that a sequence belongs to."""
-
-    context: Context
-    sequences: set[LlamaSequence]
-
-    def open_copy(self, source: LlamaSequence, length: int, reserve: int) -> LlamaSequence:
-        """A sequence with the first ``length`` positions of another one, whose cells it shares."""
-        ...
+if TYPE_CHECKING:
+    from spec_lab.runners.llama_cpp import LlamaCpp
 
 
 @dataclass(eq=False)
@@ -142,7 +133,7 @@ class LlamaSequence:
         prefix: the kept copy whose cells its first positions share, and how many these are; None without one.
     """
 
-    def __init__(self, runner: Owner, ids: list[int], reserve: int) -> None:
+    def __init__(self, runner: LlamaCpp, ids: list[int], reserve: int) -> None:
         self.runner, self.ids, self.reserve = runner, ids, reserve
         self.kept = 0
         self.prefix: tuple[LlamaSequence, int] | None = None

@@ -34,7 +34,7 @@ class Mixer:
         pack = kwargs.get("cache")
         if not isinstance(pack, Pack):
             return self.inner(hidden_states, *args, **kwargs)
-        parts = [advance.run(self, hidden_states) for advance in pack.advances]
+        parts = [advance(self, hidden_states) for advance in pack.advances]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def advance(self, rows: Tensor, cache: Any) -> Tensor:

@@ -146,7 +146,7 @@ def _advancing(prepared: Prepared, states: Sequence[RecurrentStates], drafted: S
 
 @dataclass(eq=False)
 class RecurrentStates:
-    """The states of one sequence's recurrent layers. A ``kv_cache.SequenceStates``.
+    """The states of one sequence's recurrent layers. They follow what its ``CellSequence`` does.
 
     Args:
         new: returns a cache of transformers with empty states.
@@ -179,7 +179,7 @@ class RecurrentStates:
             self.cache = self.new()
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """See ``kv_cache.SequenceStates``. Errors as of ``accept_chain``."""
+        """Keep the first nodes of the held chain, and forget all others. Errors as of ``accept_chain``."""
         accepted = accept_chain(self.held, nodes)
         self.live = self.live and len(accepted) == len(self.held)
         self.length += len(accepted)
@@ -187,7 +187,7 @@ class RecurrentStates:
         self.held = []
 
     def truncate(self, length: int) -> None:
-        """See ``kv_cache.SequenceStates``."""
+        """Forget all positions from ``length`` on; no nodes are held."""
         del self.tokens[length:]
         if length == self.length and not self.lost:
             return
@@ -208,7 +208,7 @@ class RecurrentStates:
         return tokens
 
     def fork(self) -> RecurrentStates:
-        """See ``kv_cache.SequenceStates``."""
+        """Return the same states for a second sequence."""
         cache = copy(self.cache)
         cache.layers = [_copied(state) for state in self.cache.layers]
         snapshots = {layer: _copied(state) for layer, state in self.snapshots.items()}
@@ -217,7 +217,7 @@ class RecurrentStates:
         return twin
 
     def close(self) -> None:
-        """See ``kv_cache.SequenceStates``."""
+        """Free everything."""
         self.forget()
         self.cache, self.tokens, self.held = None, [], []
 
@@ -246,7 +246,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, eq=False)
 class Advance:
-    """Runs the mixers for one sequence in a forward. An ``attention.Advances``.
+    """Runs the mixers for one sequence in a forward.
 
     Args:
         states: of the sequence.
@@ -268,7 +268,7 @@ class Advance:
     save: bool
     more: bool = False
 
-    def run(self, mixer: Mixer, rows: Tensor) -> Tensor:
+    def __call__(self, mixer: Mixer, rows: Tensor) -> Tensor:
         """Compute the rows of all sequences ``[1, N, H]`` of this one; return its own, ``[1, n, H]``."""
         states, layer = self.states, mixer.layer
         rows = rows[:, self.start : self.stop]

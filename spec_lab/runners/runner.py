@@ -19,9 +19,10 @@ from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import Attention
-from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
+from spec_lab.runners.draft_pass import Route, Sublayer
 
 if TYPE_CHECKING:
+    from spec_lab.runners.causal_draft_pass import CausalDraftPass
     from spec_lab.runners.memory_need import ModelMemory
 
 
@@ -346,7 +347,7 @@ class Runner(ABC):
         """The sublayers that a route may skip; empty of a model whose attention and MLP are no modules of a layer."""
         raise NotImplementedError(self.why_no_layer_ranges)
 
-    def draft_pass(self, route: Route, logits: bool = True) -> DraftPass:
+    def draft_pass(self, route: Route, logits: bool = True) -> CausalDraftPass:
         """Return a new draft pass.
 
         Args:

@@ -129,8 +129,12 @@ def test_a_checkpoint_loads_and_passes_its_self_check(name, tmp_path):
 
 @families("lfm2", "qwen3_next")
 def test_the_self_check_finds_states_that_are_not_restored(name, monkeypatch):
-    original = Advance.run
-    monkeypatch.setattr(Advance, "run", lambda self, *rows: original(dataclasses.replace(self, restore=False), *rows))
+    original = Advance.__call__
+
+    def unrestored(self, *rows):
+        return original(dataclasses.replace(self, restore=False), *rows)
+
+    monkeypatch.setattr(Advance, "__call__", unrestored)
     with pytest.raises(Unsupported, match="decodes forests wrongly"):
         self_check(FAMILIES[name](), "spans")
 

@@ -135,13 +135,13 @@ def keep_rejected_tokens(monkeypatch):
 
 def begin_with_the_last_states(monkeypatch):
     """Not with the copies."""
-    original = Advance.run
+    original = Advance.__call__
 
     def run(self, mixer, rows):
         object.__setattr__(self, "restore", False)
         return original(self, mixer, rows)
 
-    monkeypatch.setattr(Advance, "run", run)
+    monkeypatch.setattr(Advance, "__call__", run)
 
 
 def fork_the_states_after_held_nodes(monkeypatch):

@@ -36,7 +36,8 @@ from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.tree_plan import Grown, TreeOptions, TreePlan
 from spec_lab.propose.tree_proposer import Forwards, TreeProposer
 from spec_lab.propose.trees import Choices
-from spec_lab.runners.draft_pass import DraftPass, Route, Sublayer
+from spec_lab.runners.causal_draft_pass import CausalDraftPass
+from spec_lab.runners.draft_pass import Route, Sublayer
 from spec_lab.runners.runner import DraftRunner, Runner
 
 
@@ -265,7 +266,7 @@ class Skip(TreeProposer):
             twin.close()
         return Try(skipped, float((likeliest == np.array(tokens[1:])).mean()) if fine else 0.0, end)
 
-    def _logits(self, draft_pass: DraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
+    def _logits(self, draft_pass: CausalDraftPass, kv: Any, tokens: Sequence[int], timed: Phase) -> Tensor:  # [n, V]
         """Logits after each of the tokens that follow a sequence: pending ones, and nodes of a chain beyond a chunk."""
         most, rest = self.lm.max_pending, np.array(tokens[self.lm.max_pending :], dtype=np.int64)
         logits, shape = [draft_pass.forward([kv], [tokens[:most]], timed, every=True).logits], chain(len(rest))
