@@ -74,7 +74,7 @@ def by_position(
             ids, hidden = continue_text(writer, prefix, length, temperature, number, states)
             text = Texts(ids, torch.tensor([len(prompt)]), torch.tensor([length]), hidden)
             rows_of[name].append(
-                [position.agreed if temperature == 0 else position.accepted for position in objective(text)[1]]
+                [float(position.agreed if temperature == 0 else position.accepted) for position in objective(text)[1]]
             )
     return {name: np.mean(rows, 0).round(3).tolist() for name, rows in rows_of.items()}
 

@@ -276,7 +276,7 @@ def _held_out(
         texts = Texts.read(path)
         for start in range(0, len(texts), part):
             counts = objective(texts.rows(slice(start, start + part)).to(device))[1]
-            shares = torch.tensor([[1, count.accepted, count.agreed] for count in counts], dtype=torch.float64)
+            shares = torch.tensor([[1, *map(float, count[1:3])] for count in counts], dtype=torch.float64)
             sums = sums + shares * torch.tensor([[count.rows] for count in counts])
     accepted, agreed = (sums[:, 1:] / sums[:, :1].clamp_min(1)).T.tolist()
     return [round(share, 4) for share in accepted], [round(share, 4) for share in agreed]

@@ -10,14 +10,25 @@ before its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from spec_lab.train.objectives import Loss, Measured, Truth, measure
+from spec_lab.train.objectives import (
+    ChainLoss,
+    Chains,
+    Loss,
+    Measured,
+    Rows,
+    Truth,
+    Weights,
+    chain_loss,
+    compare_states,
+)
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
@@ -43,7 +54,7 @@ class Drafts(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ChainObjective:
-    """The sum of the losses of all draft positions, each ``decay`` times the one before it.
+    """The loss of chains of draft positions (``objectives.chain_loss``).
 
     Args:
         network: in training; its dtype is that of the computation.
@@ -53,9 +64,10 @@ class ChainObjective:
         decay: weight of a draft position's loss over that of the one before it.
         kind: of loss.
         scale: factor of the embeddings.
-        deterministic: see ``measure``.
+        deterministic: see ``compare``.
         ids: ``[W]`` the target's number of each token of the draft vocabulary; None: it has all tokens.
         final: H, where the texts' hidden states are more than the last one, after the final norm; None: all of them.
+        weights: of the draft positions.
     """
 
     network: nn.Module
@@ -63,31 +75,66 @@ class ChainObjective:
     target: TargetHead
     dtype: torch.dtype
     decay: float = 1.0
-    kind: Loss = "kl"
+    kind: ChainLoss = "kl"
     scale: float = 1.0
     deterministic: bool = False
     ids: Tensor | None = None
     final: int | None = None
+    weights: Weights = "decay"
 
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts whose last hidden state is that after the final norm."""
         assert text.hidden is not None
-        dtype = next(self.network.parameters()).dtype
+        dtype, device = next(self.network.parameters()).dtype, text.ids.device
         counts = text.counts(1)  # [B, T - 1]: whether the token after each is one to learn from
         number = (counts.flatten().cumsum(0) - 1).view(counts.shape)
+        truth = truth_after(text, self.target, self.dtype, self.ids, self.final)
         with torch.no_grad():
-            hidden = text.hidden[:, :-1, -(self.final or 0) :]
-            truth = Truth.of(self.target.lm_head(hidden[counts].to(self.dtype)), self.ids)
             embedded = self.target.embed(text.ids).to(dtype) * self.scale
-        measured = []
+        compared, placed = [], []
         for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(dtype), embedded)):
             learned = counts[:, 1 + position :]  # the last column's next token is not in the text
-            logits = self.drafts.logits(position, states[:, : learned.shape[1]][learned])
-            rows = number[:, 1 + position :][learned]
-            every = torch.ones_like(rows, dtype=torch.bool)
-            measured.append(measure(logits, truth[rows], every, self.kind, self.deterministic))
-        losses = [self.decay**position * achieved.loss for position, achieved in enumerate(measured)]
-        return sum(losses, torch.zeros((), device=text.ids.device)), measured
+            row, column = learned.nonzero(as_tuple=True)
+            rows = number[:, 1 + position :][learned].to(device)
+            states = states[row.to(device), column.to(device)]
+            logits = partial(self.drafts.logits, position)
+            compared.append(compare_states(states, logits, truth, rows, self.kind, self.deterministic))
+            placed.append((row * counts.shape[1] + column).to(device))
+        loss = chain_loss(
+            _aligned(compared, placed, counts.numel()), self.kind, self.weights,
+            [self.decay**position for position in range(len(compared))],
+        )  # fmt: skip
+        return loss, [rows.measured() for rows in compared]
+
+
+@torch.no_grad()
+def truth_after(
+    text: Texts, target: TargetHead, dtype: torch.dtype, ids: Tensor | None = None, final: int | None = None
+) -> Truth:
+    """Return the target's distribution after each token before one to learn from. See ``ChainObjective``."""
+    assert text.hidden is not None
+    row, column = (index.to(text.ids.device) for index in text.counts(1).nonzero(as_tuple=True))
+    hidden = text.hidden[row, column, -(final or 0) :].to(dtype)
+    return Truth.of(hidden, target.lm_head, text.ids[row, column + 1], ids)
+
+
+def _aligned(compared: Sequence[Rows], placed: Sequence[Tensor], columns: int) -> Chains:
+    """The rows of each draft position, with those of one column in one chain.
+
+    Args:
+        compared: the rows of each position.
+        placed: the number of each row's column.
+        columns: in all.
+    """
+
+    def filled(name: str) -> Tensor:
+        given = [getattr(rows, name) for rows in compared]
+        return torch.stack(
+            [values.new_zeros(columns).index_put((at,), values) for values, at in zip(given, placed, strict=True)], 1
+        )
+
+    present = torch.stack([torch.zeros(columns, device=at.device).index_fill(0, at, 1) for at in placed], 1)
+    return Chains(filled("loss"), filled("alpha"), filled("true"), filled("learned"), present)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +195,8 @@ class AlikeObjective:
 
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts, and what ``depth`` draft positions achieve that are all alike."""
-        assert text.hidden is not None
-        counts = text.counts(1)
-        with torch.no_grad():
-            hidden = text.hidden[:, :-1, -(self.final or 0) :]
-            truth = Truth.of(self.target.lm_head(hidden[counts].to(self.dtype)))
-        logits = self.logits(self.states(text)[counts])
-        measured = measure(logits, truth, torch.ones(len(logits), dtype=torch.bool, device=logits.device), self.kind)
+        truth = truth_after(text, self.target, self.dtype, final=self.final)
+        row, column = (index.to(text.ids.device) for index in text.counts(1).nonzero(as_tuple=True))
+        rows = torch.arange(len(row), device=text.ids.device)
+        measured = compare_states(self.states(text)[row, column], self.logits, truth, rows, self.kind).measured()
         return measured.loss, [measured] * self.depth

@@ -133,7 +133,12 @@ def fit(
 
         def loss_of(piece: Texts, seen: list[list[list[float]]] = seen) -> Tensor:
             loss, measured = objective(piece.to(device))
-            seen.append([[float(position.loss.detach()), position.accepted, position.agreed] for position in measured])
+            seen.append(
+                [
+                    [float(position.loss.detach()), float(position.accepted), float(position.agreed)]
+                    for position in measured
+                ]
+            )
             return loss * share
 
         factor = schedule(step, warmup, stable, len(order) - stable)

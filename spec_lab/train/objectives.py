@@ -1,17 +1,30 @@
 """Losses between a draft distribution q and the target's p, and the acceptance that q would have.
 
-Letters: N rows, W draft vocabulary, V vocabulary, H hidden size. Rows are (text, position) pairs of which some count.
+Letters: N rows, W draft vocabulary, V vocabulary, X width of what a drafter computes before its logits, n chains of K
+draft positions. Rows are (text, position) pairs. alpha = sum min(p, q) is the chance that a token drawn from q is
+accepted, one less the total variation of p and q.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-Loss = Literal["kl", "reverse_kl", "tv"]
+Loss = Literal["kl", "reverse_kl", "tv", "nla", "hybrid_lk", "ce"]
+"""Losses of a row: see ``row_loss``."""
+ChainLoss = Literal["kl", "reverse_kl", "tv", "nla", "hybrid_lk", "ce", "tau"]
+"""Losses of a chain: those of its rows, or "tau", see ``chain_loss``."""
+Weights = Literal["decay", "dpace"]
+"""How the losses of draft positions are weighted: see ``chain_loss``."""
+TV = "1 - alpha"
+"""What the loss "tv" is. It was the name of -log alpha, which now is "nla"."""
+CHUNK = 2**24
+"""Maximum number of logits that are computed at a time; their rows are computed again for the gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,77 +32,210 @@ class Truth:
     """The target's distributions at some rows, restricted to the draft vocabulary.
 
     Args:
-        p: ``[N, W]`` float32 probabilities at temperature 1 among all V tokens; a row sums to at most 1.
+        p: ``[N, W]`` probabilities at temperature 1 among all V tokens, in float32 at least; a row sums to at most 1.
         best: ``[N]`` the place of the most probable token in the draft vocabulary; -1 where it is not in it.
+        token: ``[N]`` that of the text's own token.
     """
 
     p: Tensor
     best: Tensor
+    token: Tensor
 
     @staticmethod
-    def of(logits: Tensor, ids: Tensor | None = None) -> Truth:
-        """From the target's logits ``[N, V]``, with the draft vocabulary's tokens ``ids`` ``[W]``; None for all."""
-        logits = logits.float()
-        p, top = logits.softmax(-1), logits.argmax(-1)
+    def of(hidden: Tensor, lm_head: Callable[[Tensor], Tensor], token: Tensor, ids: Tensor | None = None) -> Truth:
+        """Compute the target's distributions in chunks of rows.
+
+        Args:
+            hidden: ``[N, H]`` of the target after its final norm.
+            lm_head: of the target, ``[n, H] -> [n, V]``.
+            token: ``[N]`` the text's own token after each.
+            ids: ``[W]`` the tokens of the draft vocabulary; None for all.
+        """
+        vocabulary = lm_head(hidden[:0]).shape[-1]
+        p, best = [], []
+        for rows in hidden.split(max(1, CHUNK // vocabulary)):
+            logits = lm_head(rows)
+            share = logits.softmax(-1, dtype=_wide(logits))
+            p.append(share if ids is None else share[:, ids])
+            best.append(logits.argmax(-1))
         if ids is None:
-            return Truth(p, top)
-        index = torch.full((logits.shape[-1],), -1, device=ids.device)
+            return Truth(torch.cat(p), torch.cat(best), token)
+        index = torch.full((vocabulary,), -1, device=ids.device)
         index[ids] = torch.arange(len(ids), device=ids.device)
-        return Truth(p[:, ids], index[top])
+        return Truth(torch.cat(p), index[torch.cat(best)], index[token])
 
     def __getitem__(self, rows: slice | Tensor) -> Truth:
-        return Truth(self.p[rows], self.best[rows])
+        return Truth(self.p[rows], self.best[rows], self.token[rows])
+
+
+class Rows(NamedTuple):
+    """A draft compared with the target at N rows. Everything is ``[N]``.
+
+    Args:
+        loss: in nats; 0 where the loss is that of distributions over the draft vocabulary, and the target's most
+            probable token is not in it, as in EAGLE-3's training, or that of the text's token, which is not in it.
+        alpha: sum min(p, q) over all tokens.
+        true: q of the text's own token, without gradient.
+        accepted: the chance that the drafted token is accepted: alpha of one that is drawn from q, p of one that is
+            always the most probable of q.
+        agreed: whether the most probable tokens of p and q are the same.
+        learned: whether the row has a loss.
+    """
+
+    loss: Tensor
+    alpha: Tensor
+    true: Tensor
+    accepted: Tensor
+    agreed: Tensor
+    learned: Tensor
+
+    @staticmethod
+    def joined(pieces: Sequence[Rows]) -> Rows:
+        """The rows of several pieces."""
+        return pieces[0] if len(pieces) == 1 else Rows(*map(torch.cat, zip(*pieces, strict=True)))
+
+    def measured(self) -> Measured:
+        """Return the means over the rows."""
+        loss = self.loss.sum() / self.learned.sum().clamp_min(1)
+        total = max(1, len(self.loss))
+        return Measured(loss, self.accepted.sum() / total, self.agreed.sum() / total, len(self.loss))
 
 
 class Measured(NamedTuple):
     """The loss and acceptance of one draft position.
 
     Args:
-        loss: mean over the rows that count, in nats.
-        accepted: mean chance that the drafted token is accepted at temperature 1: sum min(p, q) of one that is drawn
-            from q, p of one that is always the most probable of q.
+        loss: mean over the rows that have one.
+        accepted: mean of ``Rows.accepted``.
         agreed: share of rows at which the most probable tokens of p and q are the same.
-        rows: how many count.
+        rows: how many there are.
     """
 
     loss: Tensor
-    accepted: float
-    agreed: float
+    accepted: Tensor
+    agreed: Tensor
     rows: int
 
 
-def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", deterministic: bool = False) -> Measured:
-    """Compare a draft's logits with the target.
+def row_loss(kind: ChainLoss, log_q: Tensor, p: Tensor, token: Tensor) -> Tensor:
+    """Return the loss of each row, ``[N]``.
 
-    As in EAGLE-3's training, p is renormalised over the draft vocabulary, and rows whose most probable token is not in
-    it have no loss. Their acceptance counts.
+    Args:
+        kind: "kl": KL(p || q) plus the entropy of p, a constant (cross-entropy); "reverse_kl": KL(q || p); "tv":
+            1 - alpha, the total variation, as is "tau"; "nla": -log alpha (LK, 2602.23881); "hybrid_lk":
+            ``l KL(p || q) + (1 - l) (1 - alpha)``, where ``l = exp(-3 alpha)`` has no gradient (LK); "ce": -log q of
+            the text's own token.
+        log_q: ``[N, W]``.
+        p: ``[N, W]``, which sum to 1.
+        token: ``[N]``; of "ce". 0 stands for one that is not in the draft vocabulary.
+    """
+    if kind == "kl":
+        return -(p * log_q).sum(-1)
+    if kind == "ce":
+        return -log_q.gather(1, token.clamp_min(0)[:, None])[:, 0]
+    if kind == "reverse_kl":
+        return (log_q.exp() * (log_q - p.clamp_min(1e-9).log())).sum(-1)
+    alpha = torch.minimum(p, log_q.exp()).sum(-1)
+    if kind == "nla":
+        return -alpha.clamp_min(1e-9).log()
+    if kind == "hybrid_lk":
+        share = (-3 * alpha.detach()).exp()
+        return share * (torch.xlogy(p, p) - p * log_q).sum(-1) + (1 - share) * (1 - alpha)
+    return 1 - alpha
+
+
+def compare(logits: Tensor, truth: Truth, kind: ChainLoss = "kl", deterministic: bool = False) -> Rows:
+    """Compare a draft's logits with the target. For losses p is renormalised over the draft vocabulary, as in EAGLE-3.
 
     Args:
         logits: ``[N, W]`` of the draft.
         truth: of the same rows.
-        counts: ``[N]`` bool, which rows count.
-        kind: "kl": KL(p || q) plus the entropy of p, a constant (cross-entropy); "reverse_kl": KL(q || p);
-            "tv": -log sum min(p, q), whose minimum is that of the total variation.
+        kind: of loss.
         deterministic: the drafter always drafts the most probable token of q.
     """
-    log_q = logits.float().log_softmax(-1)
+    log_q = logits.log_softmax(-1, dtype=_wide(logits))
     p = truth.p / truth.p.sum(-1, keepdim=True).clamp_min(1e-30)
-    if kind == "kl":
-        rows = -(p * log_q).sum(-1)
-    elif kind == "reverse_kl":
-        rows = (log_q.exp() * (log_q - p.clamp_min(1e-9).log())).sum(-1)
-    else:
-        rows = -torch.minimum(p, log_q.exp()).sum(-1).clamp_min(1e-9).log()
-    learned = counts & (truth.best >= 0)
-    loss = (rows * learned).sum() / learned.sum().clamp_min(1)
+    learned = (truth.token if kind == "ce" else truth.best) >= 0
+    loss = row_loss(kind, log_q, p, truth.token) * learned
+    alpha = torch.minimum(truth.p, log_q.exp()).sum(-1)
     with torch.no_grad():
-        rows_counted = int(counts.sum())
-        total = max(1, rows_counted)
         top = log_q.argmax(-1)
-        both = truth.p.gather(1, top[:, None]) if deterministic else torch.minimum(truth.p, log_q.exp())
-        chance = both.sum(-1)
-        accepted, agreed = (chance * counts).sum() / total, ((top == truth.best) & counts).sum() / total
-    return Measured(loss, float(accepted), float(agreed), rows_counted)
+        accepted = truth.p.gather(1, top[:, None])[:, 0] if deterministic else alpha.detach()
+        true = log_q.gather(1, truth.token.clamp_min(0)[:, None])[:, 0].exp() * (truth.token >= 0)
+    return Rows(loss, alpha, true, accepted, top == truth.best, learned)
+
+
+def compare_states(
+    states: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    truth: Truth,
+    rows: Tensor,
+    kind: ChainLoss = "kl",
+    deterministic: bool = False,
+) -> Rows:
+    """Compare a draft with the target, in chunks of rows whose logits are not kept for the gradients.
+
+    Args:
+        states: ``[N, X]`` of the drafter.
+        logits: ``[n, X] -> [n, W]``.
+        truth: of some rows.
+        rows: ``[N]`` numbers of those to compare with.
+        kind: of loss.
+        deterministic: see ``compare``.
+    """
+
+    def run(states: Tensor, p: Tensor, best: Tensor, token: Tensor, rows: Tensor) -> Rows:
+        return compare(logits(states), Truth(p, best, token)[rows], kind, deterministic)
+
+    size = max(1, CHUNK // truth.p.shape[1])
+    starts = range(0, max(1, len(states)), size)
+    given = truth.p, truth.best, truth.token
+    return Rows.joined([again(run, states[at : at + size], *given, rows[at : at + size]) for at in starts])
+
+
+def again(run: Callable[..., Rows], *arguments: Tensor) -> Rows:
+    """Call a function; what it computes is not kept, but computed again for the gradients."""
+    if not torch.is_grad_enabled():
+        return run(*arguments)
+    kept = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return cast(Rows, kept)
+
+
+class Chains(NamedTuple):
+    """The rows of n chains of K draft positions. Everything is ``[n, K]``, 0 where a chain has no such position.
+
+    Args:
+        loss: of each row.
+        alpha: of each row.
+        true: of each row, see ``Rows``.
+        learned: whether the row has a loss.
+        present: whether the chain has the position.
+    """
+
+    loss: Tensor
+    alpha: Tensor
+    true: Tensor
+    learned: Tensor
+    present: Tensor
+
+
+def chain_loss(chains: Chains, kind: ChainLoss, weights: Weights, decay: Sequence[float]) -> Tensor:
+    """Return the loss of chains.
+
+    - Of "tau" it is -E[tau] = ``- sum_k prod_{j<=k} alpha_j`` for each chain, the mean over chains; weights are not
+      used.
+    - With weights "decay" it is the sum over positions of ``decay_k`` times the mean loss at the position.
+    - With "dpace" (D-PACE) the loss of a row is multiplied by ``sum_{j>=k} P_j`` before that, where
+      ``P_k = prod_{j<=k} (q(true)_j + 1) / 2`` has no gradient, and ``decay`` is not used.
+    """
+    if kind == "tau":
+        return -chains.alpha.cumprod(-1).sum() / chains.present[:, 0].sum().clamp_min(1)
+    loss = chains.loss
+    if weights == "dpace":
+        reached = ((chains.true.detach() + 1) / 2 * chains.present).cumprod(-1)
+        loss, decay = loss * reached.flip(-1).cumsum(-1).flip(-1), [1.0] * len(decay)
+    means = loss.sum(0) / chains.learned.sum(0).clamp_min(1)
+    return sum((scale * mean for scale, mean in zip(decay, means, strict=True)), loss.new_zeros(()))
 
 
 def expected_length(acceptance: list[float]) -> float:
@@ -102,3 +248,7 @@ def expected_length(acceptance: list[float]) -> float:
         product *= chance
         total += product
     return total
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

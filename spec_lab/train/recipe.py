@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.fit import Objective
+from spec_lab.train.objectives import TV
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if vars(self).get("loss") == "tv":
+            log.warning(
+                "task.recipe.loss=tv is %s; -log alpha, which had this name before, is task.recipe.loss=nla", TV
+            )
 
     @property
     def depth(self) -> int:
@@ -80,7 +88,8 @@ class Recipe:
 
 def settings_of(recipe: Recipe, target: Target, begun: Beginning) -> dict[str, Any]:
     """Return what a checkpoint records of a training besides its plan: it is resumed only with the same."""
-    return {"recipe": recipe.name, "options": vars(recipe), "target_sha256": target.sha256, **begun.facts}
+    facts = {"recipe": recipe.name, "options": vars(recipe), "target_sha256": target.sha256, **begun.facts}
+    return facts | ({"tv": TV} if vars(recipe).get("loss") == "tv" else {})  # other checkpoints had another loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,9 +41,9 @@ class Texts:
         )
 
     def to(self, device: torch.device) -> Texts:
-        """The same texts on a device."""
+        """The same texts on a device; what says which tokens are learned stays on the host."""
         hidden = None if self.hidden is None else self.hidden.to(device)
-        return Texts(self.ids.to(device), self.first.to(device), self.length.to(device), hidden)
+        return Texts(self.ids.to(device), self.first, self.length, hidden)
 
     def padded(self, length: int) -> Texts:
         """The same texts with room for at least so many tokens."""
@@ -54,8 +54,8 @@ class Texts:
         return Texts(torch.nn.functional.pad(self.ids, (0, more)), self.first, self.length, hidden)
 
     def counts(self, ahead: int) -> Tensor:  # [B, T - ahead]
-        """At which positions j the token ``ahead`` places later is one to learn from."""
-        places = torch.arange(ahead, self.ids.shape[1], device=self.ids.device)
+        """At which positions j the token ``ahead`` places later is one to learn from. It is on the host."""
+        places = torch.arange(ahead, self.ids.shape[1], device=self.first.device)
         return (places >= self.first[:, None]) & (places < self.length[:, None])
 
     def answers(self) -> Iterator[tuple[Tensor, Tensor]]:

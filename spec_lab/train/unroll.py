@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from spec_lab.runners.attention import FULL, SPANS, AttentionKind
 from spec_lab.runners.softmax import Softmax
+from spec_lab.train.attention import merged_attention
 
 
 @dataclass(eq=False)
@@ -52,30 +52,17 @@ class UnrollAttention:
     kind: AttentionKind = FULL
 
     def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
-        """``[B, heads, C, d] -> [B, C, heads, d]``, computed in float32 at least.
-
-        In bfloat16 the gradients of queries and keys are differences of rounded numbers: mostly noise.
+        """``[B, heads, C, d] -> [B, C, heads, d]``. See ``attention.merged_attention``.
 
         Raises:
             NotImplementedError: the layer has a soft cap or sinks.
         """
         if not softmax.plain:
             raise NotImplementedError("layers with soft-capped attention or attention sinks cannot be trained")
-        columns, groups = query.shape[2], query.shape[1] // self.keys[0].shape[1]
-        given, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
-        keys, values = (
-            [
-                (unroll[:, :, :columns].repeat_interleave(groups, 1) if groups > 1 else unroll[:, :, :columns]).to(wide)
-                for unroll in store
-            ]
-            for store in (self.keys, self.values)
-        )
-        query = query.to(wide) * (query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling)
-        future = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
-        scores = [(query @ keys[0].transpose(2, 3)).masked_fill(future, -torch.inf)]
-        scores += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
-        share = torch.cat(scores, -1).softmax(-1)
-        mixed = share[..., :columns] @ values[0]
-        for number, value in enumerate(values[1:]):
-            mixed = mixed + share[..., columns + number, None] * value
-        return mixed.transpose(1, 2).to(given)
+        columns = query.shape[2]
+        scale = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
+        pairs = [
+            (key[:, :, :columns], value[:, :, :columns]) for key, value in zip(self.keys, self.values, strict=True)
+        ]
+        own = [(key.unsqueeze(3), value.unsqueeze(3)) for key, value in pairs[1:]]
+        return merged_attention(query, pairs[0], own, scale).transpose(1, 2)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from spec_lab.drafters.eagle.files import EAGLE, EAGLE3
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings
 from spec_lab.drafters.eagle.train import Eagle3Recipe, begin_as_target, eagle3_objective
 from spec_lab.drafters.eagle.train_eagle1 import eagle1_losses
-from spec_lab.runners.softmax import Softmax
-from spec_lab.train.objectives import Loss, Truth, expected_length, measure
+from spec_lab.train.chain import truth_after
 from spec_lab.train.texts import Texts
-from spec_lab.train.unroll import UnrollAttention
 from tests.oracles import eagle as oracle
 from tests.tiny import tiny_model, tiny_target
 
@@ -147,7 +144,7 @@ def test_eagle1_learns_features_and_distributions_one_position_ahead():
     network = random_network(Eagle(EagleSettings(LAYER, H, V)), TARGET)
     w = {EAGLE.published(name)[0]: parameter for name, parameter in network.named_parameters()}
     batch = text(1)
-    truth = Truth.of(batch.hidden.flatten(0, 1) @ HEAD.T)
+    truth = truth_after(batch, SERVICES, FLOAT)
     features, (first,) = eagle1_losses(network, batch, truth, EMBEDDING[batch.ids], SERVICES.lm_head)
     distance, loss, rows = 0.0, 0.0, 0
     for row in range(B):
@@ -160,54 +157,3 @@ def test_eagle1_learns_features_and_distributions_one_position_ahead():
                 rows += 1
     assert float(features) == pytest.approx(distance / rows, rel=1e-4)
     assert float(first.loss) == pytest.approx(loss / rows, rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", get_args(Loss))
-def test_losses_are_least_where_the_draft_is_the_target(kind):
-    logits = random(40, V, seed=5).float()
-    truth, counts = Truth.of(logits), torch.ones(40, dtype=torch.bool)
-    same, other = (
-        measure(logits, truth, counts, kind),
-        measure(logits + random(40, V, seed=6).float(), truth, counts, kind),
-    )
-    assert float(same.loss) < float(other.loss)
-    assert same.accepted == pytest.approx(1) and same.agreed == 1 and other.accepted < 0.9
-    if kind == "tv":  # which has a corner there
-        assert float(same.loss) == pytest.approx(0, abs=1e-6)
-        return
-    x = logits.clone().requires_grad_()
-    measure(x, truth, counts, kind).loss.backward()
-    torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-5)
-
-
-def test_rows_whose_best_token_is_not_drafted_count_as_rejections_but_have_no_loss():
-    logits = torch.zeros(2, V)
-    logits[0, 1] = logits[1, 2] = 9.0  # token 1 is not in the draft vocabulary, token 2 is
-    truth = Truth.of(logits, IDS)
-    assert truth.best.tolist() == [-1, 1]
-    drafted = torch.zeros(2, W).index_fill(1, torch.tensor([1]), 9.0)
-    both = measure(drafted, truth, torch.ones(2, dtype=torch.bool))
-    alone = measure(drafted[1:], truth[1:], torch.ones(1, dtype=torch.bool))
-    assert float(both.loss) == pytest.approx(float(alone.loss))
-    assert both.agreed == 0.5 and both.accepted < 0.51 < alone.accepted
-
-
-def test_the_expected_length_is_the_sum_of_products():
-    assert expected_length([0.5, 0.4, 0.25]) == pytest.approx(0.5 + 0.2 + 0.05)
-    assert expected_length([]) == 0
-
-
-def test_attention_has_exact_gradients_in_bfloat16():
-    """Values share a large part, which cancels in the gradients of queries and keys."""
-    shape = 1, 2, 24, 8
-    given = [random(*shape, seed=seed).bfloat16() for seed in range(3)]
-    given[2] = given[2] + 30
-    gradients_of = []
-    for dtype in (torch.bfloat16, torch.float64):
-        query, key, value = (tensor.detach().to(dtype).requires_grad_() for tensor in given)
-        mixed = UnrollAttention([key], [value]).attend(query, Softmax())
-        assert mixed.dtype == dtype and mixed.shape == (1, 24, 2, 8)
-        weights = random(*mixed.shape, seed=5).bfloat16().to(dtype)
-        gradients_of.append(torch.autograd.grad((mixed * weights).sum(), (query, key, value)))
-    for gradient, exact in zip(*gradients_of, strict=True):
-        assert float((gradient.double() - exact).norm() / exact.norm()) < 0.01

@@ -131,7 +131,7 @@ def drafted(name, w, target, ids, hidden, column, depth):
 def divergence(kind, p, q):
     if kind == "kl":
         return -(p * q.log()).sum()
-    return (q * (q / p).log()).sum() if kind == "reverse_kl" else -torch.minimum(p, q).sum().log()
+    return (q * (q / p).log()).sum() if kind == "reverse_kl" else 1 - torch.minimum(p, q).sum()
 
 
 def own_medusa(w, state, embedded, head):
@@ -167,7 +167,7 @@ def test_the_estimate_is_that_of_the_written_drafter(name, target, tmp_path):
                 accepted = p[q.argmax()] if name.startswith("medusa") else torch.minimum(p, q).sum()
                 rows.append([divergence(recipe.loss, p, q), accepted, p.argmax() == q.argmax()])
         expected = torch.tensor(rows, dtype=torch.float64).mean(0)
-        direct = torch.tensor([float(level.loss), level.accepted, level.agreed], dtype=torch.float64)
+        direct = torch.tensor([float(value) for value in level[:3]], dtype=torch.float64)
         torch.testing.assert_close(direct, expected, rtol=1e-4, atol=1e-5)
     if not name.startswith(("eagle1", "draft", "kangaroo")):
         total = sum(recipe.decay**k * float(level.loss) for k, level in enumerate(measured))
@@ -459,6 +459,7 @@ def test_a_checkpoint_of_a_recipe_with_another_option_is_refused(target, tmp_pat
     for other in (HydraRecipe(heads=2, loss="tv"), HydraRecipe(heads=2, decay=0.5), HydraRecipe(heads=3)):
         with pytest.raises(ValueError, match="output_dir"):
             learn(other)
+    assert settings_of(HydraRecipe(loss="tv"), target, HydraRecipe().begin(target, paths, 0))["tv"] == "1 - alpha"
 
 
 class NamedDevices(TorchFunctionMode):
@@ -489,8 +490,8 @@ def test_held_out_acceptance_is_that_of_all_texts_together_however_they_are_file
         _, measured = started.objective(text)
     for part in (1, 2):
         accepted, agreed = task._held_out(started.objective, paths, part, torch.device("cpu"))
-        assert accepted == pytest.approx([level.accepted for level in measured], abs=1e-4)
-        assert agreed == pytest.approx([level.agreed for level in measured], abs=1e-4)
+        assert accepted == pytest.approx([float(level.accepted) for level in measured], abs=1e-4)
+        assert agreed == pytest.approx([float(level.agreed) for level in measured], abs=1e-4)
 
 
 def test_files_of_texts_are_bounded_and_a_rest_is_kept_or_stated(target, tmp_path, caplog):

@@ -76,7 +76,8 @@ class DraftRecipe(LlamaRecipe):
 
     Args:
         depth: tokens that are drafted in a chain.
-        loss: "kl", "reverse_kl" or "tv".
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk" or "ce" (of the texts'
+            own tokens); see ``train.objectives``.
     """
 
     depth: Count = 5

@@ -22,7 +22,7 @@ from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled
-from spec_lab.train.objectives import Loss
+from spec_lab.train.objectives import ChainLoss, Weights
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 
@@ -34,7 +34,9 @@ class Eagle3Recipe(Recipe):
     Args:
         unrolls: tokens that are drafted in training; each one's loss has ``decay`` times the weight of the one before.
         decay: see there.
-        loss: "kl", "reverse_kl" or "tv".
+        weights: of the losses of unrolls: "decay", or "dpace", which follow from the draft's own probabilities.
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk", "ce" (of the texts' own tokens)
+            or "tau" (-E[tau]); see ``train.objectives``.
         draft_vocab_size: tokens that the head can draft, the most frequent of the target's texts; None for all.
         taps: numbers of the hidden states that are read; None: 2, L // 2 and L - 3 as in the paper, or, where these
             are not different, spread over the layers.
@@ -46,7 +48,8 @@ class Eagle3Recipe(Recipe):
 
     unrolls: Annotated[int, Whole(1, 64)] = 7
     decay: Share = 0.8
-    loss: Loss = "kl"
+    weights: Weights = "decay"
+    loss: ChainLoss = "kl"
     draft_vocab_size: Count | None = 32000
     taps: tuple[Annotated[int, Whole(0)], ...] | None = None
     layers: Annotated[int, Whole(1, 64)] = 1
@@ -98,7 +101,7 @@ class Eagle3Recipe(Recipe):
                 begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
-        objective = eagle3_objective(network, head, target.lm.dtype, self.unrolls, self.decay, self.loss)
+        objective = eagle3_objective(network, head, target.lm.dtype, self.unrolls, self.decay, self.loss, self.weights)
         return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
@@ -112,7 +115,13 @@ class Eagle3Recipe(Recipe):
 
 
 def eagle3_objective(
-    network: Eagle3, target: TargetHead, dtype: torch.dtype, unrolls: int = 7, decay: float = 0.8, kind: Loss = "kl"
+    network: Eagle3,
+    target: TargetHead,
+    dtype: torch.dtype,
+    unrolls: int = 7,
+    decay: float = 0.8,
+    kind: ChainLoss = "kl",
+    weights: Weights = "decay",
 ) -> ChainObjective:
     """Return the loss of an EAGLE-3 head: the sum over unrolls, each ``decay`` times the one before it.
 
@@ -123,6 +132,7 @@ def eagle3_objective(
         unrolls: how many tokens are drafted.
         decay: weight of an unroll over that of the one before it.
         kind: of loss.
+        weights: of the unrolls.
     """
     final, normed = network.settings.target_hidden_size, network.settings.norm_output == "feedback"
 
@@ -139,7 +149,7 @@ def eagle3_objective(
         run, lambda embedded, feature: torch.cat([embedded, feature], -1), lm_head, unrolls,
         lambda hidden: network.features(hidden[..., :-final]),
     )  # fmt: skip
-    return ChainObjective(network, drafts, target, dtype, decay, kind, ids=network.ids, final=final)
+    return ChainObjective(network, drafts, target, dtype, decay, kind, ids=network.ids, final=final, weights=weights)
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ from spec_lab.drafters.eagle.files import write_eagle
 from spec_lab.drafters.eagle.network import Eagle, EagleSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train.chain import ChainObjective, Unrolled
-from spec_lab.train.objectives import Loss, Measured, Truth, measure
+from spec_lab.train.chain import ChainObjective, Unrolled, truth_after
+from spec_lab.train.objectives import Loss, Measured, Truth, compare_states
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
@@ -40,7 +40,8 @@ class Eagle1Recipe(Recipe):
 
     Args:
         depth: tokens that are drafted in a chain; only the first is trained, the others are measured.
-        loss: of the distributions, "kl", "reverse_kl" or "tv".
+        loss: of the distributions, "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk" or "ce"
+            (of the texts' own tokens); see ``train.objectives``.
         noise: factor of the noise on features; 1 as in the official training, 0 for none.
         bias: whether ``fc`` has a bias.
         layers: decoder layers.
@@ -113,7 +114,7 @@ class Eagle1Objective:
             self.network.training,
         )
         with torch.no_grad():
-            truth = Truth.of(self.target.lm_head(text.hidden.flatten(0, 1).to(self.dtype)))
+            truth = truth_after(text, self.target, self.dtype)
             embedded = self.target.embed(text.ids).to(dtype) * scale
             drafts = Unrolled(self.network, partial(_mixed, self.network), self.target.lm_head, self.depth)
             chain = ChainObjective(self.network, drafts, self.target, self.dtype, kind=self.kind, scale=scale)
@@ -130,7 +131,7 @@ class Eagle1Objective:
         for row, ids in zip(noise, text.ids.cpu(), strict=True):
             generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed))
             row.uniform_(-0.5, 0.5, generator=generator)
-        return noise.to(text.ids.device) * (self.noise * NOISE / text.length[:, None, None])
+        return noise.to(text.ids.device) * (self.noise * NOISE / text.length.to(text.ids.device)[:, None, None])
 
 
 def _mixed(network: Eagle, embedded: Tensor, feature: Tensor) -> Tensor:
@@ -152,24 +153,24 @@ def eagle1_losses(
     Args:
         network: in training.
         text: with the states after the final norm as its hidden states ``[B, T, H]``.
-        truth: the target's distributions after each token, ``[B * T]`` rows.
+        truth: the target's distributions after each token before one to learn from.
         embedded: ``[B, T, H]`` the embeddings of the tokens.
         lm_head: of the target.
         noise: ``[B, T, H]`` added to what the network reads; None for none.
         kind: of loss.
     """
     assert text.hidden is not None
-    (batch, length), device = text.ids.shape, text.ids.device
-    rows = torch.arange(batch * length, device=device).view(batch, length)
+    length, device = text.ids.shape[1], text.ids.device
     read = text.hidden if noise is None else text.hidden + noise
     predicted = network(
         _mixed(network, embedded[:, 1:], read[:, : length - 1]),
         torch.arange(length - 1, device=device)[None],
         Unrolls(),
     )
-    counts = torch.zeros(batch, length - 1, dtype=torch.bool, device=device)
-    counts[:, :-1] = text.counts(2)
-    distance = torch.nn.functional.smooth_l1_loss(predicted, text.hidden[:, 1:], reduction="none").mean(-1)
-    features = (distance * counts).sum() / counts.sum().clamp_min(1)
-    logits = lm_head(predicted).flatten(0, 1)
-    return features, [measure(logits, truth[rows[:, 1:].flatten()], counts.flatten(), kind)]
+    learned, counts = text.counts(1), text.counts(2)  # column j predicts state j + 1, whose next token is t_{j+2}
+    row, column = (index.to(device) for index in counts.nonzero(as_tuple=True))
+    rows = (learned.flatten().cumsum(0) - 1).view(learned.shape)[:, 1:][counts].to(device)
+    predicted = predicted[row, column]
+    distance = torch.nn.functional.smooth_l1_loss(predicted, text.hidden[row, column + 1], reduction="none").mean(-1)
+    features = distance.sum() / max(1, len(row))
+    return features, [compare_states(predicted, lm_head, truth, rows, kind).measured()]

@@ -18,7 +18,7 @@ from spec_lab.drafters.hydra.propose import Hydra
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
-from spec_lab.train.objectives import Loss
+from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 
 
@@ -31,7 +31,8 @@ class HydraRecipe(Recipe):
         layers: of each head.
         arch: "mlp": the heads read the target's states; "prefix-mlp": a decoder layer before them does.
         decay: weight of a head's loss over that of the head before it.
-        loss: "kl", "reverse_kl" or "tv".
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk", "ce" (of the texts' own tokens)
+            or "tau" (-E[tau]); see ``train.objectives``.
         intermediate_size: of the prefix layer's MLP; None: as in the target.
         identity_skip: the state itself in place of the matrix beside a head's first layer (``HydraSettings``).
     """
@@ -40,7 +41,7 @@ class HydraRecipe(Recipe):
     layers: Count = 1
     arch: Annotated[str, OneOf(ARCHS)] = "mlp"
     decay: Share = 1.0
-    loss: Loss = "kl"
+    loss: ChainLoss = "kl"
     intermediate_size: Count | None = None
     identity_skip: bool = False
     name: ClassVar = "hydra"

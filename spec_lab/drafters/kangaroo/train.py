@@ -31,7 +31,8 @@ class KangarooRecipe(Recipe):
     Args:
         depth: tokens that are drafted in a chain.
         exit_layer: how many of the target's layers draft.
-        loss: "kl", "reverse_kl" or "tv".
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk" or "ce" (of the texts'
+            own tokens); see ``train.objectives``.
         layers: of attention; 1 in the paper.
         heads: attention heads; None: as in the target.
     """

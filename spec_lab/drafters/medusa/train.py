@@ -23,7 +23,7 @@ from spec_lab.models.packed import dense_copy
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
-from spec_lab.train.objectives import Loss
+from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 from spec_lab.train.texts import Texts
 
@@ -39,7 +39,8 @@ class MedusaRecipe(Recipe):
         layers: L, residual layers of each head.
         trunk: W, the width of a trunk that adds the pending token to the state; 0 for none, as in the paper.
         decay: weight of a head's loss over that of the head before it.
-        loss: "kl", "reverse_kl" or "tv".
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk", "ce" (of the texts' own tokens)
+            or "tau" (-E[tau]); see ``train.objectives``.
         layout: of the files. "own": the heads share the target's LM head; "medusa": that of Medusa's authors, in which
             each head has an LM head of its own, which is trained too. It has no trunk.
     """
@@ -48,7 +49,7 @@ class MedusaRecipe(Recipe):
     layers: Count = 1
     trunk: Annotated[int, Whole(0)] = 0
     decay: Share = 1.0
-    loss: Loss = "kl"
+    loss: ChainLoss = "kl"
     layout: Literal["own", "medusa"] = "own"
     name: ClassVar = "medusa"
 

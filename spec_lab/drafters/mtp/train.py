@@ -18,7 +18,7 @@ from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled
-from spec_lab.train.objectives import Loss
+from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 
 
@@ -29,7 +29,8 @@ class MtpRecipe(Recipe):
     Args:
         unrolls: tokens that are drafted in training; each one's loss has ``decay`` times the weight of the one before.
         decay: see there.
-        loss: "kl", "reverse_kl" or "tv".
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk", "ce" (of the texts' own tokens)
+            or "tau" (-E[tau]); see ``train.objectives``.
         intermediate_size: of the MLP; None: as in the target.
         heads: attention heads; None: as in the target.
         layout: names of the tensors in the file, "deepseek" or "qwen".
@@ -37,7 +38,7 @@ class MtpRecipe(Recipe):
 
     unrolls: Count = 3
     decay: Share = 0.6
-    loss: Loss = "kl"
+    loss: ChainLoss = "kl"
     intermediate_size: Count | None = None
     heads: Count | None = None
     layout: Names = "deepseek"

@@ -22,7 +22,7 @@ from spec_lab.drafters.pard.propose import Pard
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
-from spec_lab.train.objectives import Loss
+from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, TargetHead
 from spec_lab.train.unroll import Unrolls
 
@@ -34,12 +34,13 @@ class PardRecipe(LlamaRecipe):
     Args:
         depth: levels, of which all but the first read a mask token.
         decay: weight of a level's loss over that of the level before it.
-        loss: "kl", "reverse_kl" or "tv".
+        loss: "kl", "reverse_kl", "tv" (1 - alpha), "nla" (-log alpha), "hybrid_lk", "ce" (of the texts' own tokens)
+            or "tau" (-E[tau]); see ``train.objectives``.
     """
 
     depth: Count = 8
     decay: Share = 0.8
-    loss: Loss = "kl"
+    loss: ChainLoss = "kl"
     name: ClassVar = "pard"
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
