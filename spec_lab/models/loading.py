@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,8 @@ def load_model(
             model = _fill(path, checked, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
         if checked.quantization is None:
-            for memory_device in {torch.device("cpu"), where}:  # weights are read on the CPU, and copied from there
+            # Weights are read to a GPU tensor by tensor; without accelerate on the CPU, and copied from there.
+            for memory_device in {where} if _reads_directly(where, None) else {torch.device("cpu"), where}:
                 room = memory.available(memory_device)
                 check_weights_fit(path, checked.model, dtype, memory_device, room, stays=memory_device == where)
         elif not checked.config.multimodal:  # whose files hold more than the text part
@@ -264,16 +266,16 @@ def _fill(
     Args:
         path, dtype, device_map: as in ``Target.load``.
         checked: the checkpoint.
-        where: the device of a quantized model, since some methods quantize on it; others are moved by the caller.
+        where: the device; None for several. Models that are not read to it are moved by the caller.
         over: as in ``_read_weights``.
     """
     described, how = checked.model, checked.quantization
     more: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     if over > 1:
         more["distributed_config"] = DistributedConfig(tp_size=over)
+    if device_map is None and where is not None and _reads_directly(where, how):
+        more["device_map"] = {"": where}
     if how is not None:
-        if device_map is None and where is not None and where.type == "cuda" and how.method != "torchao":
-            more["device_map"] = {"": where}
         more |= arguments(how, where or torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype])
         if (config := own_config(how, DTYPES[dtype])) is not None:
             described.config.quantization_config = _of_the_text_part(config) if checked.config.multimodal else config
@@ -313,6 +315,16 @@ def _fill(
             quantized.in_dtype(model, DTYPES[dtype])
         _record(path, checked, model, how.facts() | ({"rounds": True} if rounds else {}))
     return model.eval()
+
+
+def _reads_directly(where: torch.device, how: Quantization | None) -> bool:
+    """Whether weights are read to a device tensor by tensor, so that they need not fit the host's memory.
+
+    transformers requires accelerate for that, as do the packages of quantization that do so.
+    """
+    if where.type != "cuda" or (how is not None and how.method == "torchao"):
+        return False
+    return how is not None or find_spec("accelerate") is not None
 
 
 def _of_the_text_part(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def check_weights_fit(
     advice = " or ".join(smaller) or "no smaller target.dtype fits: choose a smaller model, or more memory"
     raise ValueError(
         f"the weights of {path} need {readable(needed)} in {dtype}, and {readable(room)} of memory are available on "
-        f"{device}: {advice}"
+        f"{device}{'' if stays else ', through which they are read without the package accelerate'}: {advice}"
     )
 
 

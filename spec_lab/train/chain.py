@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from spec_lab.train.objectives import (
     ChainLoss,
     Chains,
+    ComparedRows,
     Loss,
     Measured,
-    Rows,
     Truth,
     Weights,
     chain_loss,
@@ -118,7 +118,7 @@ def truth_after(
     return Truth.of(hidden, target.lm_head, text.ids[row, column + 1], ids)
 
 
-def _aligned(compared: Sequence[Rows], placed: Sequence[Tensor], columns: int) -> Chains:
+def _aligned(compared: Sequence[ComparedRows], placed: Sequence[Tensor], columns: int) -> Chains:
     """The rows of each draft position, with those of one column in one chain.
 
     Args:

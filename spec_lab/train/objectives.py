@@ -68,7 +68,7 @@ class Truth:
         return Truth(self.p[rows], self.best[rows], self.token[rows])
 
 
-class Rows(NamedTuple):
+class ComparedRows(NamedTuple):
     """A draft compared with the target at N rows. Everything is ``[N]``.
 
     Args:
@@ -90,9 +90,9 @@ class Rows(NamedTuple):
     learned: Tensor
 
     @staticmethod
-    def joined(pieces: Sequence[Rows]) -> Rows:
+    def joined(pieces: Sequence[ComparedRows]) -> ComparedRows:
         """The rows of several pieces."""
-        return pieces[0] if len(pieces) == 1 else Rows(*map(torch.cat, zip(*pieces, strict=True)))
+        return pieces[0] if len(pieces) == 1 else ComparedRows(*map(torch.cat, zip(*pieces, strict=True)))
 
     def measured(self) -> Measured:
         """Return the means over the rows."""
@@ -106,7 +106,7 @@ class Measured(NamedTuple):
 
     Args:
         loss: mean over the rows that have one.
-        accepted: mean of ``Rows.accepted``.
+        accepted: mean of ``ComparedRows.accepted``.
         agreed: share of rows at which the most probable tokens of p and q are the same.
         rows: how many there are.
     """
@@ -144,7 +144,7 @@ def row_loss(kind: ChainLoss, log_q: Tensor, p: Tensor, token: Tensor) -> Tensor
     return 1 - alpha
 
 
-def compare(logits: Tensor, truth: Truth, kind: ChainLoss = "kl", deterministic: bool = False) -> Rows:
+def compare(logits: Tensor, truth: Truth, kind: ChainLoss = "kl", deterministic: bool = False) -> ComparedRows:
     """Compare a draft's logits with the target. For losses p is renormalised over the draft vocabulary, as in EAGLE-3.
 
     Args:
@@ -162,7 +162,7 @@ def compare(logits: Tensor, truth: Truth, kind: ChainLoss = "kl", deterministic:
         top = log_q.argmax(-1)
         accepted = truth.p.gather(1, top[:, None])[:, 0] if deterministic else alpha.detach()
         true = log_q.gather(1, truth.token.clamp_min(0)[:, None])[:, 0].exp() * (truth.token >= 0)
-    return Rows(loss, alpha, true, accepted, top == truth.best, learned)
+    return ComparedRows(loss, alpha, true, accepted, top == truth.best, learned)
 
 
 def compare_states(
@@ -172,7 +172,7 @@ def compare_states(
     rows: Tensor,
     kind: ChainLoss = "kl",
     deterministic: bool = False,
-) -> Rows:
+) -> ComparedRows:
     """Compare a draft with the target, in chunks of rows whose logits are not kept for the gradients.
 
     Args:
@@ -184,21 +184,21 @@ def compare_states(
         deterministic: see ``compare``.
     """
 
-    def run(states: Tensor, p: Tensor, best: Tensor, token: Tensor, rows: Tensor) -> Rows:
+    def run(states: Tensor, p: Tensor, best: Tensor, token: Tensor, rows: Tensor) -> ComparedRows:
         return compare(logits(states), Truth(p, best, token)[rows], kind, deterministic)
 
     size = max(1, CHUNK // truth.p.shape[1])
     starts = range(0, max(1, len(states)), size)
     given = truth.p, truth.best, truth.token
-    return Rows.joined([again(run, states[at : at + size], *given, rows[at : at + size]) for at in starts])
+    return ComparedRows.joined([again(run, states[at : at + size], *given, rows[at : at + size]) for at in starts])
 
 
-def again(run: Callable[..., Rows], *arguments: Tensor) -> Rows:
+def again(run: Callable[..., ComparedRows], *arguments: Tensor) -> ComparedRows:
     """Call a function; what it computes is not kept, but computed again for the gradients."""
     if not torch.is_grad_enabled():
         return run(*arguments)
     kept = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return cast(Rows, kept)
+    return cast(ComparedRows, kept)
 
 
 class Chains(NamedTuple):
@@ -207,7 +207,7 @@ class Chains(NamedTuple):
     Args:
         loss: of each row.
         alpha: of each row.
-        true: of each row, see ``Rows``.
+        true: of each row, see ``ComparedRows``.
         learned: whether the row has a loss.
         present: whether the chain has the position.
     """

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -96,6 +97,30 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(folder, monkey
     monkeypatch.setattr(loading.memory, "available", lambda _: 1000)
     with pytest.raises(ValueError, match="no smaller target.dtype fits"):
         Target.load(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("accelerate", [True, False])
+def test_weights_are_read_to_a_gpu_whose_host_has_less_memory(folder, monkeypatch, accelerate):
+    device, given = torch.device("cuda:0"), {}
+
+    class Read(Exception):
+        pass
+
+    def from_pretrained(*_, device_map=None, **__):
+        given["device_map"] = device_map
+        raise Read
+
+    monkeypatch.setattr(loading, "device_of", lambda _: device)
+    monkeypatch.setattr(loading, "find_spec", lambda name: True if accelerate else None)
+    monkeypatch.setattr(loading.memory, "available", lambda where: 10**9 if where == device else 1000)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", from_pretrained)
+    if not accelerate:
+        with pytest.raises(ValueError, match="on cpu, through which they are read without the package accelerate"):
+            Target.load(str(folder), dtype="float32")
+        return
+    with pytest.raises(Read):
+        Target.load(str(folder), dtype="float32")
+    assert given == {"device_map": {"": device}}
 
 
 def test_quantized_weights_take_at_least_the_bytes_of_their_files_or_layers(folder):
