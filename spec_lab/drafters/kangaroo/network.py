@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spec_lab.drafters.draft_layers import DrafterNetwork, DraftLayers, random_network, small_layer
 from spec_lab.models.target import Target
@@ -65,7 +65,12 @@ class Kangaroo(DrafterNetwork):
         return self.services.lm_head(x)
 
     def toy(self, target: Target) -> Kangaroo:
-        """The same kind of adapter with random weights, in the sizes of another target, after its first layer."""
+        """The same kind of adapter with random weights, in the sizes of another target, after its first layer.
+
+        It has no norm: a toy's states are log probabilities, of which a norm keeps no more than which are of 0.
+        """
         h = target.services.hidden_size
         settings = replace(self.settings, layer=small_layer(h), hidden_size=h, exit_layer=1)
-        return random_network(Kangaroo(settings), target)
+        network = random_network(Kangaroo(settings), target)
+        network.norm = nn.Identity()
+        return network
