@@ -166,8 +166,11 @@ def _invert_on_host(weights: Tensor, uniform: np.ndarray) -> np.ndarray | list[i
             block, within = _search(masses, u)
             chosen.append(block * BLOCK + _search(values[row, block].tolist(), within)[0])
         return chosen
-    several, shares = _search_all(sums.numpy(), uniform)
-    return several * BLOCK + _search_all(values[np.arange(rows), several], shares)[0]
+    every = np.arange(rows)
+    several, mass, total = _search_all(sums.numpy(), uniform)
+    below = np.where(several > 0, total[every, several - 1], 0.0)
+    shares = (mass - below) / (total[every, several] - below)
+    return several * BLOCK + _search_all(values[every, several], shares)[0]
 
 
 BLOCK = 128
@@ -187,15 +190,14 @@ def _search(weights: list[float], u: float) -> tuple[int, float]:
     return index, (mass - below) / (total[index] - below)
 
 
-def _search_all(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, V], [n] -> [n], [n]
-    """``_search`` of many rows."""
+def _search_all(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The index of ``_search`` of many rows ``[n]``, the mass looked for ``[n]`` and the running sums ``[n, V]``."""
     total = weights.cumsum(-1, dtype=np.float64)
-    for whole in total[:, -1].tolist():
-        _check_total(whole)
-    mass, row = uniform * total[:, -1], np.arange(len(total))
-    index = (total > np.minimum(mass, np.nextafter(total[:, -1], 0.0))[:, None]).argmax(-1)
-    below = np.where(index > 0, total[row, index - 1], 0.0)
-    return index, (mass - below) / (total[row, index] - below)
+    whole = total[:, -1]
+    for mass in whole.tolist():
+        _check_total(mass)
+    masses = uniform * whole
+    return (total > np.minimum(masses, np.nextafter(whole, 0.0))[:, None]).argmax(-1), masses, total
 
 
 def _invert_on_device(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ def sample_siblings(
     on_host, tokens = q.device.type == "cpu", []
     uploaded = upload(q.device, *(places for places, _ in ranks))
     for rank, (rows, (_, keys)) in enumerate(zip(uploaded, ranks, strict=True)):
-        weights = left if len(rows) == len(left) else left[rows]
+        every = rows.shape[0] == left.shape[0]
+        weights = left if every else left[rows]
         alive = None
         if support is not None and rank:
             alive = (support > (1 if drawn == "iid" else rank))[rows]
@@ -79,7 +80,5 @@ def sample_siblings(
             picked = draws.pick(torch.where(alive[:, None], weights, first.to(q.dtype)), keys)
         if left is not q and len(rows):
             left[rows, picked] = 0.0
-        tokens.append(
-            picked if len(rows) == len(q) else torch.zeros_like(q[:, 0], dtype=torch.int64).index_copy_(0, rows, picked)
-        )
-    return torch.stack(tokens, -1)
+        tokens.append(picked if every else torch.zeros_like(q[:, 0], dtype=torch.int64).index_copy_(0, rows, picked))
+    return torch.stack(tokens, -1) if len(tokens) > 1 else tokens[0][:, None]

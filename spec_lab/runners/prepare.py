@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -364,29 +365,34 @@ class Packer:
             sequences, shape, rows: as there.
             ahead: whether the nodes follow pending tokens that are computed ahead (``CellSequence.ahead``).
         """
-        new, start, in_tree = [], 0, shape.places
-        for tree, sequence in enumerate(sequences):
-            tree_rows = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
+        new, start, places, depths = list[Uncommitted](), 0, shape.places[rows], shape.depth[rows]
+        ends = np.searchsorted(shape.root[rows], np.arange(len(sequences) + 1)).tolist()  # rows come tree by tree
+        positions = np.zeros((2, len(rows)), dtype=np.int64)
+        for tree, (sequence, (first, stop)) in enumerate(zip(sequences, pairwise(ends), strict=True)):
             holder: Any = sequence if sequence is None or not ahead else sequence.ahead
-            if sequence is None or holder is None or not len(tree_rows):
+            if sequence is None or holder is None or first == stop:
                 continue
-            before, length = holder.slots if ahead else NONE_HELD, len(sequence)
-            nodes, count = shape.trees[tree][1:], len(before)
-            holder.held = lengthened(holder.held, len(nodes))
-            both = np.concatenate([nodes[holder.held >= 0], tree_rows])
-            taken = self.cells.take(sequence, len(tree_rows))
-            holder.held[in_tree[tree_rows]] = taken
-            sees, mask, root = shape.ancestors[tree_rows][:, both], None, length + count - 1
-            slots, key = holder.held[in_tree[both]], root + shape.depth[both]
-            if count:
-                slots, key = np.concatenate([before, slots]), np.concatenate([np.arange(length, length + count), key])
-            if not sees.all():
-                mask = np.zeros((len(tree_rows), len(slots)), dtype=np.float32)
-                mask[:, count:][~sees] = -np.inf
-            new.append(Uncommitted(start, sequence, taken, root + shape.depth[tree_rows], slots, key, mask))
-            start += len(tree_rows)
-        positions = np.concatenate([sequence_rows.query for sequence_rows in new])
-        return Planned(np.stack([np.zeros_like(positions), positions]), new, [], [], [])
+            before, count, nodes = holder.slots if ahead else NONE_HELD, stop - first, places[first:stop]
+            held = holder.held = lengthened(holder.held, len(shape.trees[tree]) - 1)
+            root, mask = len(sequence) + len(before) - 1, None
+            query = np.add(depths[first:stop], root, out=positions[1, start : start + count])
+            if count == 1 and not shape.branches:  # all that is held is above it
+                held[nodes] = taken = self.cells.take(sequence, 1)
+                slots = held[: query.item() - root]
+                key = np.arange(root + 1, root + 1 + len(slots))
+            else:
+                both = np.concatenate([(held >= 0).nonzero()[0], nodes])
+                held[nodes] = taken = self.cells.take(sequence, count)
+                slots, rest = held[both], both + 1
+                key, mask = shape.tree_depths[tree][rest] + root, shape.tree_masks[tree][nodes[:, None] + 1, rest]
+            if len(before):
+                slots = np.concatenate([before, slots])
+                key = np.concatenate([np.arange(len(sequence), root + 1), key])
+                mask = None if mask is None else np.pad(mask, ((0, 0), (len(before), 0)))
+            mask = None if mask is None or not mask.any() else mask
+            new.append(Uncommitted(start, sequence, taken, query, slots, key, mask))
+            start += count
+        return Planned(positions[:, :start], new, [], [], [])
 
     def level(
         self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor | np.ndarray
