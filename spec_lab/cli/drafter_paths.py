@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli.declarations import declared, package_sources, parts, qualified
-from spec_lab.core.options import DrafterPath, WrongOption, bound_of
+from spec_lab.core.options import DraftedTokens, DrafterPath, WrongOption, bound_of
 from spec_lab.drafters.pairs import check_pair
 from spec_lab.models.configs import ModelSizes, model_sizes
 from spec_lab.models.hub import CheckpointFiles, open_checkpoint, open_drafter
 
+B = TypeVar("B")
 TARGET = "spec_lab.models.target.Target.load"
 
 
@@ -40,6 +41,10 @@ def check_drafters(config: DictConfig) -> None:
     Raises:
         OSError, ValueError: of a path; the message begins with the option's full name.
     """
+    for option, value in _token_files(config):
+        file, _ = DraftedTokens.split(value)
+        if not file.exists():
+            raise FileNotFoundError(f"{option}={value}: there is no such file")
     named = list(_named(config))
     if not named:
         return
@@ -91,10 +96,23 @@ def _naming(drafter: Named) -> Iterator[None]:
 
 def _named(config: DictConfig) -> Iterator[Named]:
     """Yield the paths of drafters that the parts of a run name."""
+    for part, options, name, kind in _texts(config, DrafterPath):
+        if not options[name].endswith(".gguf"):
+            yield Named(f"{part}.{name}", options, options[name], kind)
+
+
+def _token_files(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield the options that name files of tokens, and their values."""
+    for part, options, name, _ in _texts(config, DraftedTokens):
+        yield f"{part}.{name}", options[name]
+
+
+def _texts(config: DictConfig, kind: type[B]) -> Iterator[tuple[str, dict[str, Any], str, B]]:
+    """Yield the texts that the parts of a run give for options of a kind: part, its options, name of one, its bound."""
     values: Any = OmegaConf.to_container(config, resolve=True)
     for part, options in parts(values):
         arguments, _ = declared(package_sources(), part.partition(".")[0], str(options["_target_"]))
         for name, argument in arguments.items():
-            kind, path = bound_of(argument.hint, DrafterPath), options.get(name)
-            if kind is not None and isinstance(path, str) and not path.endswith(".gguf"):
-                yield Named(f"{part}.{name}", dict(options), path, kind)
+            bound = bound_of(argument.hint, kind)
+            if bound is not None and isinstance(options.get(name), str):
+                yield part, dict(options), name, bound

@@ -153,6 +153,20 @@ class TextList:
 
 
 @dataclass(frozen=True)
+class DraftedTokens(Form):
+    """A text that names a file of tokens, of which the first N are meant with ``:N`` at its end."""
+
+    words: str = "FILE or FILE:N"
+    pattern: str = "(?s:.+)"
+
+    @staticmethod
+    def split(value: str) -> tuple[Path, int | None]:
+        """Return the file and N; None without one."""
+        file, _, count = value.rpartition(":")
+        return (Path(file), int(count)) if file and re.fullmatch(r"\d{1,9}", count, re.ASCII) else (Path(value), None)
+
+
+@dataclass(frozen=True)
 class DrafterPath:
     """A text that names a local folder, or a repository of the hub (OWNER/NAME), of a drafter or a draft model.
 

@@ -199,7 +199,7 @@ class DraftCascade(Proposer):
             )
         draft = load_draft(target, path, revision)
         check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
-        lm = draft.runner()
+        lm = draft.runner(None)
         model = Target(lm, draft.tokenizer, path, draft.context, draft.sha256, 0.0, target.cache, frozenset(draft.ends))
         smaller = inner(model)
         try:

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.core.options import brief
+from spec_lab.core.options import WrongOption, brief
 from spec_lab.core.reading import Reading
 from spec_lab.models.checkpoint import misfits_of, one_line
-from spec_lab.models.services import TargetServices
+from spec_lab.models.services import TargetServices, selected_rows
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 from spec_lab.models.target import Target
 from spec_lab.runners.attention import SPANS, AttentionKind, layer_kinds
@@ -251,9 +251,17 @@ def over_all_tokens(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return whole.index_copy_(1, ids, logits)
 
 
+def drafted_facts(tokens: int, vocab_size: int) -> dict[str, Any]:
+    """Return what a record keeps of a drafter that drafts so many of V tokens."""
+    return {"drafted_tokens": tokens, "drafted_share": tokens / vocab_size}
+
+
 def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
     """An RMSNorm of this width, on the meta device, with the layers' epsilon."""
     return nn.RMSNorm(width, eps=float(layers.config.rms_norm_eps), device="meta")
+
+
+N = TypeVar("N", bound="DrafterNetwork")
 
 
 class DrafterNetwork(nn.Module):
@@ -266,6 +274,85 @@ class DrafterNetwork(nn.Module):
     reading = Reading()
     """How its files were read; empty for a network that was not read from files."""
     _services: TargetServices | None = None
+    ids: Tensor
+    """``[W]`` the target's number of each token that the rows of LM heads are of; empty: all V, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head: nn.Linear | None = None  # of its own; None: the target's
+        self.trimmed = False
+        self.register_buffer("ids", torch.empty(0, dtype=torch.long), persistent=False)
+
+    @property
+    def tokens(self) -> int:
+        """The number of the target's tokens that it drafts."""
+        return len(self.ids) or int(self.settings.vocab_size)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep of a trimmed vocabulary; nothing of another one."""
+        return drafted_facts(self.tokens, self.settings.vocab_size) if self.trimmed else {}
+
+    @property
+    def kept(self) -> Tensor | None:
+        """The tokens that a trimmed vocabulary has; None of another one."""
+        return self.ids.cpu() if self.trimmed else None
+
+    @property
+    def lm_heads(self) -> list[tuple[nn.Module, str]]:
+        """Its own LM heads, each as a module and the name of the layer ``[W, H]`` in it; none: it uses the target's."""
+        return [] if self.lm_head is None else [(self, "lm_head")]
+
+    @property
+    def token_layers(self) -> list[tuple[nn.Module, str]]:
+        """Further layers with a row for each drafted token, likewise."""
+        return []
+
+    def row_logits(self, normed: Tensor) -> Tensor:
+        """Normed states ``[.., H]`` -> logits ``[.., W]`` by its own LM head, or by the target's."""
+        logits: Tensor = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
+        return logits
+
+    def token_logits(self, logits: Tensor) -> Tensor:
+        """Logits ``[n, W]`` -> ``[n, V]``, -inf of tokens that are not drafted."""
+        v = int(self.settings.vocab_size)
+        return over_all_tokens(logits, self.ids, v) if logits.shape[-1] < v else logits
+
+    def trim(self, tokens: Tensor) -> None:
+        """Leave those rows of LM heads that are of these tokens; of the target's LM head they are copied.
+
+        Args:
+            tokens: ``[n]`` of the target; those that are not drafted already are left out.
+
+        Raises:
+            WrongOption: none is drafted.
+        """
+        known = self.ids.cpu() if len(self.ids) else torch.arange(self.settings.vocab_size)
+        rows = torch.isin(known, tokens).nonzero()[:, 0]
+        if not len(rows):
+            raise WrongOption(f"tokens names none of the {len(known)} tokens that the drafter drafts")
+        like = next(self.parameters())
+        if not self.lm_heads:
+            self.lm_head = self.services.lm_head_rows(known[rows]).to(like)
+        else:
+            self._select(self.lm_heads, rows)
+        self._select(self.token_layers, rows)
+        self.ids, self.trimmed = known[rows].to(like.device), True
+
+    def _select(self, layers: list[tuple[nn.Module, str]], rows: Tensor) -> None:
+        for module, name in layers:
+            layer: Any = module.get_submodule(name)
+            if isinstance(layer, nn.Embedding):
+                weight = layer.weight.detach()[rows.to(layer.weight.device)]
+                setattr(module, name, nn.Embedding.from_pretrained(weight))
+            else:
+                setattr(module, name, selected_rows(layer.weight, layer.bias, rows))
+
+    def trimmed_like(self, network: N) -> N:
+        """Return another network without its last token if this one is trimmed, else as it is."""
+        if self.trimmed:
+            network.trim(torch.arange(network.settings.vocab_size - 1))
+        return network
 
     @property
     def services(self) -> TargetServices:
@@ -313,9 +400,6 @@ class FeatureNetwork(DrafterNetwork):
     def toy(self, target: Target) -> FeatureNetwork:
         """The same kind of network with random weights, for another target."""
         raise NotImplementedError
-
-
-N = TypeVar("N", bound=DrafterNetwork)
 
 
 def load_weights(network: N, tensors: Mapping[str, Tensor], target: Target) -> N:

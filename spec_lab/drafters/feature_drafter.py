@@ -79,7 +79,7 @@ class FeatureDrafter(FeatureReader):
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
-        return self.plan.facts | facts | {"reading": self.reading.facts}
+        return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
 
     @property
     def reading(self) -> Reading:

@@ -52,6 +52,14 @@ class TargetServices(Protocol):
         """Return the logits of normed hidden states: ``[.., H] -> [.., V]``."""
         ...
 
+    def lm_head_rows(self, tokens: Tensor) -> nn.Linear:
+        """Return an LM head of some tokens ``[W]`` alone: ``[.., H] -> [.., W]``; it shares no weights.
+
+        Raises:
+            Unsupported: an LM head whose weights are quantized or split over ranks.
+        """
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class ModelServices:
@@ -93,6 +101,15 @@ class ModelServices:
         """As ``TargetServices`` says."""
         logits: Tensor = self.model.get_output_embeddings()(hidden.to(self._dtype))
         return logits
+
+    @inference
+    def lm_head_rows(self, tokens: Tensor) -> nn.Linear:
+        """As ``TargetServices`` says."""
+        head = self.model.get_output_embeddings()
+        if type(head.weight.data) is not Tensor or not head.weight.is_floating_point():
+            raise Unsupported("the rows of an LM head that is quantized or split over ranks cannot be selected")
+        weight = head.weight.to_dense() if head.weight.is_mkldnn else head.weight
+        return selected_rows(weight, getattr(head, "bias", None), tokens)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -154,6 +171,11 @@ class GGUFServices:
         logits = nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return logits if bias is None else logits + bias
 
+    @inference
+    def lm_head_rows(self, tokens: Tensor) -> nn.Linear:
+        """As ``TargetServices`` says."""
+        return selected_rows(*self._head, tokens)
+
     @cached_property
     def _embedding(self) -> Tensor:
         return self._matrix("token_embd.weight")
@@ -176,3 +198,12 @@ class GGUFServices:
                 "final norm, or another target"
             )
         return self.file.tensor("output_norm.weight"), epsilon
+
+
+def selected_rows(weight: Tensor, bias: Tensor | None, rows: Tensor) -> nn.Linear:
+    """Return the linear layer of rows ``[n]`` of a weight ``[out, in]`` and of its bias ``[out]``, if it has one."""
+    layer = nn.Linear(weight.shape[1], len(rows), bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach()[rows.to(weight.device)].clone(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach()[rows.to(bias.device)].to(weight.dtype), requires_grad=False)
+    return layer

@@ -107,20 +107,24 @@ class Target:
         """
         return ModelServices(self.model) if self.parts is None else self.parts
 
-    def draft_runner(self, model: Any, sha256: str) -> CausalLM:
+    def draft_runner(self, model: Any, sha256: str, rows: Tensor | None = None) -> CausalLM:
         """Return what computes a draft model for this target, with the target's attention and chunks if it has any.
 
         Args:
             model: a causal LM of transformers.
             sha256: of its weights.
+            rows: ``[W]`` of its LM head, which are left: its logits are ``[.., W]``; None: all.
 
         Raises:
-            Unsupported: it fails the self-check.
+            Unsupported: it fails the self-check, or the rows of its LM head cannot be selected.
         """
         settings = self.lm.model_settings._replace(kv_dtype=None)
         if settings.fixed:
             merge(model)
         _pack_checked(model, settings.attention, sha256, self.cache, settings.fixed)
+        if rows is not None:
+            model.set_output_embeddings(ModelServices(model).lm_head_rows(rows))
+            pack(model)
         return CausalLM(model, *settings)
 
     @torch.inference_mode()

@@ -70,6 +70,16 @@ def test_a_draft_model_has_the_targets_number_of_tokens_or_its_tokens_are_inters
     check(tiny, "proposer=draft_chain", "proposer.path=some/draft", "proposer.vocabularies=intersect")
 
 
+def test_a_file_of_tokens_must_exist(hub, tiny, tmp_path):
+    hub.add("some/head", tiny / "eagle3")
+    head, file = ["proposer=eagle", "proposer.path=some/head"], tmp_path / "tokens.txt"
+    with pytest.raises(FileNotFoundError, match=r"^proposer\.tokens=.*tokens\.txt:30: there is no such file"):
+        check(tiny, *head, f"proposer.tokens='{file}:30'")
+    assert not hub.downloads()
+    file.write_text("1\n")
+    check(tiny, *head, f"proposer.tokens='{file}:30'")
+
+
 def test_paths_and_revisions_that_are_not_there_are_refused_with_their_option(hub, tiny, tmp_path):
     hub.add("some/head", tiny / "eagle3")
     hub.files["some/pickles", "main"] = {"config.json": json.dumps(EAGLE[0]).encode(), "pytorch_model.bin": b"pickle"}

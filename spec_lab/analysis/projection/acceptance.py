@@ -39,6 +39,7 @@ class RecordedDesign:
         why_not: where they are not, why.
         heads: of Medusa; else 0.
         arm: the name under which its arm is shown in its run.
+        drafted_share: of the target's tokens, those that a trimmed LM head of the drafter has.
     """
 
     name: str
@@ -51,6 +52,7 @@ class RecordedDesign:
     why_not: str = ""
     heads: int = 0
     arm: str = ""
+    drafted_share: float = 1.0
 
     @property
     def depth(self) -> int:
@@ -204,6 +206,7 @@ def of_steps(
         any_length=not why,
         why_not=why,
         heads=int(facts.get("heads", 0) or 0),
+        drafted_share=float(facts.get("drafted_share", 1.0)),
     )
 
 

@@ -127,9 +127,10 @@ class ModelShape:
         """All weights, embeddings included."""
         return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
 
-    def work(self, precision: Precision) -> ForwardWork:
-        """Return what a forward reads and computes."""
-        return work(self.layers * self.layer_weights, self.head_weights, self.attention(self.layers), precision)
+    def work(self, precision: Precision, head_share: float = 1.0) -> ForwardWork:
+        """Return what a forward reads and computes, with this share of the LM head's rows."""
+        head = round(self.head_weights * head_share)
+        return work(self.layers * self.layer_weights, head, self.attention(self.layers), precision)
 
     def attention(self, layers: int) -> tuple[int, int]:
         """Return keys and values of one position, and FLOPs of one row over one position, of so many layers."""

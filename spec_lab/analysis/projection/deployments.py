@@ -111,7 +111,7 @@ def _deployment(
     drafting, left_out = _each(
         designs,
         lambda design: by_roofline(
-            design.proposer, target, draft, made, precision, design.heads or design.depth, lookup
+            design.proposer, target, draft, made, precision, design.heads or design.depth, lookup, design.drafted_share
         ),
     )
     return Deployment(device.label, forward, drafting, room, left_out)

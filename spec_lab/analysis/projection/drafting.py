@@ -117,6 +117,7 @@ def by_roofline(
     precision: Precision,
     levels: int,
     lookup: float = 0.0,
+    drafted_share: float = 1.0,
 ) -> Drafting:
     """Return how a proposer drafts for a target, by the roofline.
 
@@ -137,26 +138,27 @@ def by_roofline(
         precision: of all weights.
         levels: of the recorded drafts; Medusa has a head for each.
         lookup: seconds of a lookup.
+        drafted_share: of the rows of an LM head, those that the drafter computes (a trimmed vocabulary).
 
     Raises:
         ValueError: a proposer whose drafting is not modelled, or a draft model that was not chosen.
     """
-    kind, hidden = kind_of(proposer), target.hidden
+    kind, hidden, head = kind_of(proposer), target.hidden, round(target.head_weights * drafted_share)
     if kind == "lookup":
         return Drafting(step=ConstantForward(lookup))
     if kind in ("draft model", "parallel draft model"):
         if draft is None:
             raise ValueError("the size of the draft model is required; choose it with --draft MODEL")
-        forward = made(draft.work(precision), draft.layers)
+        forward = made(draft.work(precision, drafted_share), draft.layers)
     elif kind == "Medusa heads":
-        forward = made(work(levels * hidden * hidden, levels * target.head_weights, (0, 0), precision), 1)
+        forward = made(work(levels * hidden * hidden, levels * head, (0, 0), precision), 1)
     elif kind == "Hydra heads":
         matrices = round(hidden * hidden * (levels + 3) / 2)
-        forward = made(work(matrices, target.head_weights, (0, 0), precision), 1)
+        forward = made(work(matrices, head, (0, 0), precision), 1)
     else:
-        head, extra = target.head_weights, 2 * hidden * hidden
+        extra = 2 * hidden * hidden
         if proposer == "eagle3":
-            head = hidden * min(target.vocabulary, EAGLE3_VOCABULARY)
+            head = min(head, hidden * EAGLE3_VOCABULARY)
             extra = hidden * target.head_dim * (target.heads + 2 * target.kv_heads)  # of two inputs
         forward = made(work(target.layer_weights + extra, head, target.attention(1), precision), 1)
     return Drafting(forward, *PASSES_OF[kind])

@@ -69,6 +69,8 @@ class LevelHead(nn.Module, ABC):
     """Whether it reads the embeddings of tokens."""
     reads_anchor = False
     """Whether its state passes the pending token's row also where that row drafts no level."""
+    token_layers: tuple[str, ...] = ()
+    """Names of its layers with a row for each of the W tokens."""
 
     @abstractmethod
     def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
@@ -95,6 +97,8 @@ class MarkovHead(LevelHead):
         draft_vocab_size: W.
         hidden_size: H.
     """
+
+    token_layers = ("markov_w2",)
 
     def __init__(self, settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -128,6 +132,7 @@ class DominoHead(LevelHead):
     """
 
     reads_embedding = True
+    token_layers = ("widen",)
 
     def __init__(self, settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -154,6 +159,8 @@ class SelectorHead(LevelHead):
     The logits x of all other tokens become -inf. Arguments as of ``MarkovHead``.
     """
 
+    token_layers = ("successor",)
+
     def __init__(self, settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.candidates = settings.candidates
@@ -163,7 +170,7 @@ class SelectorHead(LevelHead):
 
     def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
         """See ``LevelHead``."""
-        scores, tokens = logits.topk(self.candidates, -1)
+        scores, tokens = logits.topk(min(self.candidates, logits.shape[-1]), -1)
         read = self.predecessor(above.token) * self.hidden_projection(hidden)
         scores = scores + (self.successor(tokens) * read[:, None]).sum(-1)
         return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores), above.state

@@ -25,7 +25,6 @@ from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, Markov
 from spec_lab.drafters.draft_layers import (
     DrafterNetwork,
     DraftLayers,
-    over_all_tokens,
     random_network,
     rms_norm,
     small_layer,
@@ -102,9 +101,6 @@ class BlockRows(NamedTuple):
 class BlockNetwork(DrafterNetwork):
     """The network, without weights until ``draft_layers.load_weights``."""
 
-    ids: Tensor
-    """``[W]`` the target's number of each token that the drafter's own LM head drafts, ascending."""
-
     def __init__(self, settings: BlockSettings) -> None:
         super().__init__()
         self.settings = settings
@@ -116,9 +112,9 @@ class BlockNetwork(DrafterNetwork):
         self.embed_tokens: nn.Embedding | None = None
         if settings.embedding is not None:
             self.embed_tokens = nn.Embedding(settings.embedding, h, device="meta")
-        self.lm_head: nn.Linear | None = None
         if settings.draft_vocab_size is not None:
             self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
+            self.ids = torch.arange(settings.draft_vocab_size)
         self.head: LevelHead | None = None
         if settings.head is not None:
             drafted = settings.draft_vocab_size or settings.vocab_size
@@ -130,7 +126,6 @@ class BlockNetwork(DrafterNetwork):
             self.convolutions = nn.ModuleList(
                 nn.ModuleDict({name: GroupedDynamicConvolution(*own) for name in names}) for _ in range(self.layers)
             )
-        self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
         self.confidence_head = nn.Linear(settings.confidence, 1, device="meta") if settings.confidence else None
 
     @property
@@ -141,8 +136,13 @@ class BlockNetwork(DrafterNetwork):
     @property
     def tokens(self) -> int:
         """Maximum number of tokens that have a probability in a level."""
-        drafted = self.settings.draft_vocab_size or self.settings.vocab_size
-        return self.head.candidates if isinstance(self.head, SelectorHead) else drafted
+        drafted = super().tokens
+        return min(self.head.candidates, drafted) if isinstance(self.head, SelectorHead) else drafted
+
+    @property
+    def token_layers(self) -> list[tuple[nn.Module, str]]:
+        """See ``DrafterNetwork``."""
+        return [] if self.head is None else [(self.head, name) for name in self.head.token_layers]
 
     @property
     def kinds(self) -> dict[int, AttentionKind]:
@@ -198,7 +198,7 @@ class BlockNetwork(DrafterNetwork):
 
     def logits(self, normed: Tensor) -> Tensor:
         """Normed outputs ``[.., H]`` -> logits ``[.., W]`` of the layers alone."""
-        logits: Tensor = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
+        logits = self.row_logits(normed)
         scale, cap = self.settings.logit_scale, self.settings.logit_cap
         if scale != 1:
             logits = logits * scale
@@ -239,9 +239,7 @@ class BlockNetwork(DrafterNetwork):
         if self.head is not None:
             above = self._above(token, state, level)
             logits, state = self.head(logits, rows.hidden.index_select(0, number), above)
-        if logits.shape[1] < self.settings.vocab_size:
-            logits = over_all_tokens(logits, self.ids, self.settings.vocab_size)
-        return logits, state
+        return self.token_logits(logits), state
 
     def confidence(self, hidden: Tensor, token: Tensor) -> Tensor:
         """The predicted probability ``[n]`` that a level's token is accepted if all above it are (DSpark 2607.05147).
@@ -271,4 +269,4 @@ class BlockNetwork(DrafterNetwork):
             draft_vocab_size=settings.draft_vocab_size and target.vocabulary - 1, conv_group=1, windows=(), causal=(),
             head=None if settings.head is None else settings.head.toy(),
         )  # fmt: skip
-        return random_network(BlockNetwork(settings), target)
+        return self.trimmed_like(random_network(BlockNetwork(settings), target))

@@ -24,7 +24,7 @@ from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
 from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.features import FeatureReader, observe_features
-from spec_lab.models.checkpoint import weights_hash
+from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
@@ -68,6 +68,7 @@ class BlockDrafter(FeatureReader):
         target: Target,
         path: Annotated[str, DrafterPath("a block drafter", ("target_hidden_size", "hidden_size"), converts=False)],
         revision: Filled | None = None,
+        tokens: Drafted | None = None,
         taps: Taps | None = None,
         anchor: Literal["own", "next"] | None = None,
         causal: Literal["all", "windows", "none"] | None = None,
@@ -81,6 +82,8 @@ class BlockDrafter(FeatureReader):
             target: whose hidden states it reads.
             path: folder or hub name of a DFlash, DFlash2, DSpark or Domino drafter, in safetensors.
             revision: branch, tag or commit of a hub name; None: main.
+            tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+                target's stop tokens; None: all.
             taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
                 files are read; so are the next four.
             anchor: whether row i of a block predicts its "own" position (DFlash) or the "next" (DSpark).
@@ -96,10 +99,10 @@ class BlockDrafter(FeatureReader):
         plan = TreePlan.read(**options)
         reading = {"taps": taps, "anchor": anchor, "causal": causal, "window": window, "rope": rope}
         path = drafter_folder(path, revision)
-        network = read_block(path, target, reading)
+        network = trimmed(read_block(path, target, reading), tokens, target)
         plan.check_width(network.tokens)
         pack(network)
-        return BlockDrafter(network, target, plan, weights_hash(path))
+        return BlockDrafter(network, target, plan, trimmed_hash(path, network.kept))
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BlockDrafter:
         """The same proposer with a random network and another tree. See ``Proposer``."""
@@ -112,7 +115,7 @@ class BlockDrafter(FeatureReader):
         settings = self.network.settings
         facts = {"hidden_states": list(settings.taps), "block_size": settings.block_size}
         facts["head"] = None if settings.head is None else settings.head.kind
-        return self.plan.facts | facts | {"reading": self.reading.facts}
+        return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
 
     @property
     def reading(self) -> Reading:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from torch import Tensor
+
+from spec_lab.core.options import WrongOption
 from spec_lab.models import gguf
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
@@ -17,7 +20,8 @@ from spec_lab.runners.runner import DraftRunner
 class Loaded(NamedTuple):
     """A draft model that was loaded, and what computes it, which is checked when it is made."""
 
-    runner: Callable[[], DraftRunner]
+    runner: Callable[[Tensor | None], DraftRunner]
+    """Of the rows ``[W]`` of its LM head that are left; of None: all."""
     tokenizer: Any
     vocabulary: int
     ends: frozenset[int]
@@ -33,8 +37,17 @@ def load_draft(target: Target, path: str, revision: str | None = None) -> Loaded
     """Load a draft model. Arguments and errors as of ``DraftModel.load``."""
     if str(path).endswith(".gguf"):
         loaded = gguf.load_draft(path, target)
+
+        def run_file(rows: Tensor | None) -> DraftRunner:
+            if rows is not None:
+                raise WrongOption(
+                    f"tokens: llama.cpp computes all logits of the draft {path}: set it to null, or choose a draft of "
+                    "transformers"
+                )
+            return cast(DraftRunner, loaded.lm)
+
         return Loaded(
-            lambda: cast(DraftRunner, loaded.lm),
+            run_file,
             loaded.tokenizer,
             loaded.vocabulary,
             loaded.ends,

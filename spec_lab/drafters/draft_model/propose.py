@@ -20,10 +20,11 @@ from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.drafters.draft_model.retokenized import Tokens
-from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, intersect
+from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, TrimmedTokens, intersect
+from spec_lab.drafters.trimmed import Drafted, chosen_tokens, with_tokens
 from spec_lab.models.target import Target
 from spec_lab.propose.device_levels import DeviceLevels
-from spec_lab.propose.expansion import Computed
+from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.levels import RUN
 from spec_lab.propose.tree_plan import Grown, TreeOptions, TreePlan
 from spec_lab.propose.tree_proposer import Forwards
@@ -64,6 +65,7 @@ class DraftModel(CachedDrafter):
         path: DraftModelPath,
         revision: Filled | None = None,
         vocabularies: Literal["same", "intersect"] = "same",
+        tokens: Drafted | None = None,
         **options: Unpack[TreeOptions],
     ) -> DraftModel:
         """Load a draft in the target's dtype and on its device.
@@ -73,6 +75,8 @@ class DraftModel(CachedDrafter):
             path: a folder of a transformers checkpoint, or a hub name.
             revision: branch, tag or commit of a hub name; None: main.
             vocabularies: same: it has the target's tokens; intersect: the tokens that both have are drafted.
+            tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+                target's stop tokens; None: all.
             options: of the trees.
 
         Raises:
@@ -88,13 +92,18 @@ class DraftModel(CachedDrafter):
                 "a chain only: choose proposer=draft_chain, or another draft"
             )
         shared: SharedTokens | None = None
+        kept = None if tokens is None else chosen_tokens(tokens, target)
         if vocabularies == "intersect":
             shared = intersect(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))
         else:
             advice = "; proposer.vocabularies=intersect drafts the tokens that both have"
             check_same_tokens(target, draft.vocabulary, draft.tokenizer, path, advice)
+        if kept is not None:
+            shared = TrimmedTokens(kept.tolist(), target.vocabulary) if shared is None else shared.only(kept)
         plan.check_width(target.vocabulary if shared is None else shared.count)
-        return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256, shared)
+        runner = draft.runner(None if kept is None or shared is None else shared.rows)
+        sha256 = with_tokens(draft.sha256, kept)
+        return DraftModel(runner, draft.context, plan, f"draft_{plan.kind}", sha256, shared)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
@@ -162,8 +171,11 @@ class DraftModel(CachedDrafter):
         if planned is None:
             return None
 
+        def computed(prepared: Any, token: Tensor | None) -> Tensor:
+            return self.vocabularies.logits(RowLogits(self.lm.run_level(prepared, token, timed))).logits
+
         def compute(level: int, token: Tensor, above: Tensor) -> Tensor:
-            return self.lm.run_level(planned.levels[level - 1], token, timed)
+            return computed(planned.levels[level - 1], token)
 
         def finish(token: np.ndarray) -> None:
             done = np.zeros(shape.rows, dtype=bool)
@@ -172,5 +184,4 @@ class DraftModel(CachedDrafter):
                 if cache is not None:
                     cache.tentative = Tentative(shape, tree, token, done)
 
-        logits = self.lm.run_level(planned.first, None, timed)
-        return levels.grow(logits, compute, planned.given, finish)
+        return levels.grow(computed(planned.first, None), compute, planned.given, finish)

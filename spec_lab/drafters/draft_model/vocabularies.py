@@ -25,8 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spec_lab.constrain.vocabulary import FastTokenizer
+from spec_lab.core.options import WrongOption
+from spec_lab.drafters.draft_layers import drafted_facts, over_all_tokens
 from spec_lab.drafters.draft_model.retokenized import Retokenized, Tokens
 from spec_lab.models.gguf_tokenizer import PROBES
 from spec_lab.models.target import Target
@@ -77,14 +80,20 @@ class SharedTokens(SameTokens):
         vocabulary: V, the width of the target's logits.
         reading: what the draft model reads, as of ``SameTokens.read``.
         tokens: number of tokens that the target's tokenizer has.
+        trimmed: whether the draft model has logits of the shared tokens only, in the order of ``pairs``.
     """
 
     same = False
 
     def __init__(
-        self, pairs: Sequence[tuple[int, int]], vocabulary: int, reading: Callable[[list[int]], list[int]], tokens: int
+        self,
+        pairs: Sequence[tuple[int, int]],
+        vocabulary: int,
+        reading: Callable[[list[int]], list[int]],
+        tokens: int,
+        trimmed: bool = False,
     ) -> None:
-        self.count, self.vocabulary, self.tokens = len(pairs), vocabulary, tokens
+        self.count, self.vocabulary, self.tokens, self.trimmed = len(pairs), vocabulary, tokens, trimmed
         self.pairs, self._reading = dict(pairs), reading
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         self._target, self._draft = torch.from_numpy(table[:, 0].copy()), torch.from_numpy(table[:, 1].copy())
@@ -95,7 +104,9 @@ class SharedTokens(SameTokens):
     @property
     def facts(self) -> dict[str, Any]:
         """The number of shared tokens, and their share of the target's."""
-        return {"vocabularies": "intersect", "shared_tokens": self.count, "shared_share": self.count / self.tokens}
+        drafted = drafted_facts(self.count, self.vocabulary) if self.trimmed else {}
+        shared = {"shared_tokens": self.count, "shared_share": self.count / self.tokens}
+        return {"vocabularies": "intersect", **shared, **drafted}
 
     def read(self, tokens: list[int]) -> list[int]:
         """See ``SameTokens``."""
@@ -109,14 +120,56 @@ class SharedTokens(SameTokens):
         """See ``SameTokens``."""
         draft_logits = computed.logits
         self._target, self._draft = self._target.to(draft_logits.device), self._draft.to(draft_logits.device)
-        logits = draft_logits.new_full((len(draft_logits), self.vocabulary), -torch.inf)
-        return RowLogits.of(logits.index_copy_(1, self._target, draft_logits.index_select(1, self._draft)))
+        shared = draft_logits if self.trimmed else draft_logits.index_select(1, self._draft)
+        return RowLogits.of(over_all_tokens(shared, self._target, self.vocabulary))
+
+    @property
+    def rows(self) -> Tensor:
+        """``[S]`` the shared tokens in the draft model's ids."""
+        return self._draft
+
+    def only(self, tokens: Tensor) -> SharedTokens:
+        """Return those of these tokens ``[n]`` of the target that are shared, between it and a trimmed draft model.
+
+        Raises:
+            WrongOption: none is shared.
+        """
+        kept = set(tokens.tolist())
+        pairs = [(token, counterpart) for token, counterpart in self.pairs.items() if token in kept]
+        if not pairs:
+            raise WrongOption(f"tokens names none of the {self.count} tokens that the draft shares with the target")
+        return SharedTokens(pairs, self.vocabulary, self._reading, self.tokens, trimmed=True)
 
     def toy(self, vocabulary: int) -> SharedTokens:
         """Ids in reverse order, and a last token that is not shared but can be read."""
         counterparts = [vocabulary - 1 - token for token in range(vocabulary)]
         pairs = list(enumerate(counterparts[:-1]))
         return SharedTokens(pairs, vocabulary, one_to_one(dict(enumerate(counterparts))), vocabulary)
+
+
+class TrimmedTokens(SharedTokens):
+    """Some of the tokens that a target and a draft model both have, which alone are drafted. All of them are read.
+
+    Args:
+        ids: ``[W]`` the tokens.
+        vocabulary: V.
+        trimmed: as of ``SharedTokens``.
+    """
+
+    same = True
+
+    def __init__(self, ids: Sequence[int], vocabulary: int, trimmed: bool = True) -> None:
+        super().__init__([(token, token) for token in ids], vocabulary, list, vocabulary, trimmed)
+        self._ids = np.arange(vocabulary)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The number of drafted tokens."""
+        return drafted_facts(self.count, self.vocabulary)
+
+    def toy(self, vocabulary: int) -> TrimmedTokens:
+        """All tokens but the last."""
+        return TrimmedTokens(range(vocabulary - 1), vocabulary, trimmed=False)
 
 
 def one_to_one(counterparts: Mapping[int, int]) -> Callable[[list[int]], list[int]]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from spec_lab.drafters.draft_layers import (
     DraftLayers,
     FeatureNetwork,
-    over_all_tokens,
     random_network,
     rms_norm,
     small_layer,
@@ -110,11 +109,6 @@ class Eagle(FeatureNetwork):
         self.body.layers[0].input_layernorm = nn.Identity()
         self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size, settings.bias, device="meta")
 
-    @property
-    def tokens(self) -> int:
-        """The number of the target's tokens that the head drafts."""
-        return self.settings.vocab_size
-
     def features(self, hidden: Tensor) -> Tensor:
         """``[n, H]`` hidden states after the final norm, as they are."""
         return hidden
@@ -133,7 +127,7 @@ class Eagle(FeatureNetwork):
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``."""
-        return x, self.services.lm_head(x)
+        return x, self.token_logits(self.row_logits(x))
 
     def toy(self, target: Target) -> Eagle:
         """The same kind of network with random weights, in the sizes of another target."""
@@ -142,7 +136,7 @@ class Eagle(FeatureNetwork):
             self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary,
             windows=tuple(window and 2 for window in self.settings.windows),
         )  # fmt: skip
-        return random_network(Eagle(settings), target)
+        return self.trimmed_like(random_network(Eagle(settings), target))
 
 
 class Eagle3(FeatureNetwork):
@@ -154,8 +148,6 @@ class Eagle3(FeatureNetwork):
     """
 
     name = "eagle3"
-    ids: Tensor
-    """``[W]`` the target's number of each draft token."""
 
     def __init__(self, settings: Eagle3Settings) -> None:
         super().__init__()
@@ -174,15 +166,9 @@ class Eagle3(FeatureNetwork):
         self.embed_tokens: nn.Embedding | None = None
         if settings.own_embedding:
             self.embed_tokens = nn.Embedding(settings.vocab_size, h, device="meta")
-        self.lm_head: nn.Linear | None = None
         if settings.draft_vocab_size is not None:
             self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
-        self.register_buffer("ids", torch.arange(settings.draft_vocab_size or 0), persistent=False)
-
-    @property
-    def tokens(self) -> int:
-        """The number of the target's tokens that the head drafts."""
-        return self.settings.draft_vocab_size or self.settings.vocab_size
+            self.ids = torch.arange(settings.draft_vocab_size)
 
     def features(self, hidden: Tensor) -> Tensor:
         """The taps ``[n, k * H_t]`` -> features ``[n, H]``."""
@@ -214,9 +200,7 @@ class Eagle3(FeatureNetwork):
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``, -inf beyond the draft vocabulary."""
         normed = x if self.settings.norm_output == "raw" else self.norm(x)
-        logits = self.services.lm_head(normed) if self.lm_head is None else self.lm_head(normed)
-        if self.lm_head is not None and logits.shape[-1] < self.settings.vocab_size:
-            logits = over_all_tokens(logits, self.ids, self.settings.vocab_size)
+        logits = self.token_logits(self.row_logits(normed))
         return (normed if self.settings.norm_output == "feedback" else x), logits
 
     def toy(self, target: Target) -> Eagle3:
@@ -228,7 +212,7 @@ class Eagle3(FeatureNetwork):
             taps=tuple(min(tap, last) for tap in range(len(self.settings.taps))), own_embedding=False,
             draft_vocab_size=self.settings.draft_vocab_size and target.vocabulary - 1,
         )  # fmt: skip
-        return random_network(Eagle3(settings), target)
+        return self.trimmed_like(random_network(Eagle3(settings), target))
 
 
 Network = Eagle | Eagle3

@@ -13,7 +13,7 @@ from spec_lab.drafters.drafter_files import Ends, Rope, Taps
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.eagle.network import NormOutput
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.models.checkpoint import weights_hash
+from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.placement import DTYPES
@@ -27,6 +27,7 @@ def load(
     path: Annotated[str, DrafterPath("an EAGLE head", ("target_hidden_size", "hidden_size"), ("vocab_size",))],
     revision: Filled | None = None,
     dtype: Annotated[str, OneOf(DTYPES)] | None = None,
+    tokens: Drafted | None = None,
     taps: Taps | None = None,
     d2t: Literal["offset", "absolute"] | None = None,
     window: Annotated[int, Whole(0)] | None = None,
@@ -46,6 +47,8 @@ def load(
         path: folder or hub name of an EAGLE-1, EAGLE-2 or EAGLE-3 head, in safetensors.
         revision: branch, tag or commit of a hub name; None: main.
         dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
+        tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+            target's stop tokens; None: all.
         taps: numbers of the hidden states that are read, in this order: i is the input of layer i, L (of L layers) is
             before the final norm, -1 after it; None: as the files are read, and so below.
         d2t: the table's numbers are added to those of draft tokens (offset), or are the target's tokens (absolute).
@@ -72,7 +75,7 @@ def load(
         "rope_scaling": rope_scaling, "norm_before_residual": norm_before_residual, "norm_output": norm_output,
         "embedding": embedding, "lm_head": lm_head,
     }  # fmt: skip
-    network = read_eagle(path, target, own_dtype, reading)
+    network = trimmed(read_eagle(path, target, own_dtype, reading), tokens, target)
     plan.check_width(network.tokens)
     pack(network)
-    return FeatureDrafter(network, target, plan, network.name, weights_hash(path), own_dtype)
+    return FeatureDrafter(network, target, plan, network.name, trimmed_hash(path, network.kept), own_dtype)

@@ -113,6 +113,11 @@ class HydraHeads(DrafterNetwork):
     def __len__(self) -> int:
         return self.settings.heads
 
+    @property
+    def lm_heads(self) -> list[tuple[nn.Module, str]]:
+        """See ``DrafterNetwork``."""
+        return super().lm_heads if self.settings.shared_lm_head else [(head, "lm_head") for head in self.heads]
+
     def inputs(self, state: Tensor, token: Tensor) -> Tensor:
         """States ``[n, H]`` and the tokens after them ``[n, i + 1]`` -> what head i reads ``[n, (i + 2)H]``."""
         return torch.cat([state, self.services.embed(token).flatten(1)], -1)
@@ -120,12 +125,11 @@ class HydraHeads(DrafterNetwork):
     def forward(self, x: Tensor) -> Tensor:
         """Inputs of head i ``[n, (i + 2)H]`` -> its logits ``[n, V]``."""
         number = x.shape[-1] // self.settings.hidden_size - 2
-        out: Tensor = self.heads[number](x, self.services.lm_head)
-        return out
+        return self.token_logits(self.heads[number](x, self.row_logits))
 
     def toy(self, target: Target, heads: int) -> HydraHeads:
         """The same kind of network with random weights and so many heads, in the sizes of another target."""
         h = target.services.hidden_size
         prefix = None if self.prefix is None else small_layer(h)
         settings = replace(self.settings, hidden_size=h, vocab_size=target.vocabulary, heads=heads, prefix=prefix)
-        return random_network(HydraHeads(settings), target)
+        return self.trimmed_like(random_network(HydraHeads(settings), target))

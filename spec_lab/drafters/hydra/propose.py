@@ -23,7 +23,7 @@ from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import Features
 from spec_lab.drafters.hydra.files import read_hydra
 from spec_lab.drafters.hydra.network import HydraHeads
-from spec_lab.models.checkpoint import weights_hash
+from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
@@ -82,6 +82,7 @@ class Hydra(TreeProposer):
         target: Target,
         path: Annotated[str, DrafterPath("Hydra heads")],
         revision: Filled | None = None,
+        tokens: Drafted | None = None,
         **options: Unpack[TreeOptions],
     ) -> Hydra:
         """Read heads and choose their trees.
@@ -90,6 +91,8 @@ class Hydra(TreeProposer):
             target: whose hidden states the heads read.
             path: folder or hub name of Hydra heads, in safetensors.
             revision: branch, tag or commit of a hub name; None: main.
+            tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+                target's stop tokens; None: all.
             options: of the trees.
 
         Raises:
@@ -99,9 +102,10 @@ class Hydra(TreeProposer):
         plan = TreePlan.read(**options)
         plan.check_width(target.vocabulary)
         path = drafter_folder(path, revision)
-        heads = read_hydra(path, target)
+        heads = trimmed(read_hydra(path, target), tokens, target)
+        plan.check_width(heads.tokens)
         pack(heads)
-        return Hydra(heads, target, plan, weights_hash(path))
+        return Hydra(heads, target, plan, trimmed_hash(path, heads.kept))
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Hydra:
         """The same proposer with random heads, one more than levels, and another tree. See ``Proposer``."""
@@ -112,11 +116,15 @@ class Hydra(TreeProposer):
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         settings = self.network.settings
-        return self.plan.facts | {
-            "heads": settings.heads,
-            "head_arch": settings.arch,
-            "shared_lm_head": settings.shared_lm_head,
-        }
+        return (
+            self.plan.facts
+            | self.network.facts
+            | {
+                "heads": settings.heads,
+                "head_arch": settings.arch,
+                "shared_lm_head": settings.shared_lm_head,
+            }
+        )
 
     def init(self, request: Request) -> HydraState:
         """An empty state."""

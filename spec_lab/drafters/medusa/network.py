@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from spec_lab.core.options import WrongOption
+from spec_lab.drafters.trimmed import with_tokens
 from spec_lab.models.packed import linear_of
 from spec_lab.models.target import Target
 
@@ -59,15 +61,18 @@ class OwnLMHeads:
         weight: ``[K, D, H]``.
         vocabulary: V, the target's.
         tokens: ``[D]`` the target's token of each row; None: row i is token i, and D = V.
+        bias: ``[D]``; None: there is none.
     """
 
     weight: Tensor
     vocabulary: int
     tokens: Tensor | None = None
+    bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """States ``[B, K, H]`` -> logits ``[B, K, V]``; tokens that are not drafted have -inf."""
         logits = torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)  # [B, K, D]
+        logits = logits if self.bias is None else logits + self.bias
         if self.tokens is None:
             return logits
         every = logits.new_full((*logits.shape[:2], self.vocabulary), -torch.inf)
@@ -114,6 +119,25 @@ class Heads:
         if own_lm_heads is not None:
             lm_head = replace(own_lm_heads, weight=own_lm_heads.weight[:count])
         return Heads(self.weight[:count], self.bias[:count], lm_head, self.trunk, self.sha256)
+
+    def trimmed(self, tokens: Tensor, target: Target) -> Heads:
+        """Return heads that draft these tokens ``[n]`` only, in so far as they draft them; rows of others are left out.
+
+        Raises:
+            ValueError: they draft none of them.
+        """
+        own, v = self.own_lm_heads, target.vocabulary
+        known = torch.arange(v) if own is None or own.tokens is None else own.tokens.cpu()
+        rows = torch.isin(known, tokens).nonzero()[:, 0]
+        if not len(rows):
+            raise WrongOption(f"tokens names none of the {len(known)} tokens that the heads draft")
+        ids = known[rows].to(self.weight.device)
+        if own is None:
+            layer = target.services.lm_head_rows(known[rows]).to(self.weight)
+            lm_heads = OwnLMHeads(layer.weight.data.expand(len(self), -1, -1), v, ids, layer.bias)
+        else:
+            lm_heads = OwnLMHeads(own.weight[:, rows.to(own.weight.device)], v, ids, own.bias)
+        return replace(self, lm_head=lm_heads, sha256=with_tokens(self.sha256, known[rows]))
 
     @property
     def own_lm_heads(self) -> OwnLMHeads | None:

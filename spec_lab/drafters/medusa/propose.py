@@ -25,9 +25,11 @@ from spec_lab.core.request import Request
 from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
+from spec_lab.drafters.draft_layers import drafted_facts
 from spec_lab.drafters.features import Features
 from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.network import Heads
+from spec_lab.drafters.trimmed import Drafted, chosen_tokens
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
@@ -84,6 +86,7 @@ class Medusa(Proposer):
         max_depth: TreeDepth | None = None,
         recalibrate: bool = False,
         cache: Filled | None = None,
+        tokens: Drafted | None = None,
     ) -> Medusa:
         """Read heads and choose the tree.
 
@@ -106,6 +109,8 @@ class Medusa(Proposer):
             recalibrate: measure the cost of steps again, even if it is cached and younger than 30 days.
             cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder. That is
                 ``$XDG_CACHE_HOME/spec_lab``, else ``~/.cache/spec_lab``.
+            tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+                target's stop tokens; None: all.
 
         Raises:
             ValueError: the heads do not fit the target, the tree is deeper than the heads or wider than the vocabulary,
@@ -114,6 +119,7 @@ class Medusa(Proposer):
         """
         path = drafter_folder(path, revision)
         heads = read_medusa(path, target)
+        heads = heads if tokens is None else heads.trimmed(chosen_tokens(tokens, target), target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         most = heads.tokens or target.vocabulary
         if tree in ("calibrated", "likeliest"):
@@ -157,16 +163,19 @@ class Medusa(Proposer):
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Medusa:
         """Return the same proposer with random heads of the target's size and another tree."""
-        own_lm_heads = self.heads.own_lm_heads is not None
-        return Medusa(
-            Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own_lm_heads), tree
-        )
+        own = self.heads.own_lm_heads
+        heads = Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own is not None)
+        if own is not None and own.tokens is not None:  # a toy that lacks its last token
+            heads = heads.trimmed(torch.arange(target.vocabulary - 1), target)
+        return Medusa(heads, tree)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The tree and how it was chosen, for the manifest."""
         chosen = {} if self.calibration is None else self.calibration.facts
-        return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
+        own = self.heads.own_lm_heads
+        drafted = {} if own is None or own.tokens is None else drafted_facts(len(own.tokens), own.vocabulary)
+        return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **drafted, **chosen}
 
     def init(self, request: Request) -> Features:
         """Return an empty store of hidden states."""

@@ -84,6 +84,11 @@ class Mtp(FeatureNetwork):
         self.frames: Any = nn.ModuleList(Frame(settings, self.body) for _ in range(frames))
 
     @property
+    def lm_heads(self) -> list[tuple[nn.Module, str]]:
+        """See ``DrafterNetwork``."""
+        return [(frame, "head") for frame in self.frames] if self.settings.own_head else super().lm_heads
+
+    @property
     def layers(self) -> int:
         """The number of decoder layers, one of each module."""
         return self.settings.modules
@@ -119,9 +124,9 @@ class Mtp(FeatureNetwork):
         if self.settings.own_head:
             logits = _chosen([frame.head(hidden) for frame in self.frames], number)
         else:
-            logits = self.services.lm_head(hidden)
+            logits = self.row_logits(hidden)
         following = None if number is None else (number + 1).clamp(max=self.layers - 1)
-        return self._numbered(hidden, following), logits
+        return self._numbered(hidden, following), self.token_logits(logits)
 
     def toy(self, target: Target) -> Mtp:
         """The same kind of network with random weights, in the sizes of another target."""
@@ -130,7 +135,7 @@ class Mtp(FeatureNetwork):
             self.settings, layer=small_layer(h), hidden_size=h, vocab_size=target.vocabulary,
             own_embedding=False, own_head=False,
         )  # fmt: skip
-        return random_network(Mtp(settings), target)
+        return self.trimmed_like(random_network(Mtp(settings), target))
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Split off the module's number, which is the last column; None with one module."""

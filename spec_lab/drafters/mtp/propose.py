@@ -12,6 +12,7 @@ from spec_lab.core.options import DrafterPath, Filled, checked
 from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.feature_drafter import FeatureDrafter
 from spec_lab.drafters.mtp.files import in_target, read_mtp
+from spec_lab.drafters.trimmed import Drafted, trimmed, with_tokens
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
@@ -24,6 +25,7 @@ def load(
     target: Target,
     path: Annotated[str, DrafterPath("MTP modules", ("hidden_size",), converts=False)] | None = None,
     revision: Filled | None = None,
+    tokens: Drafted | None = None,
     taps: Taps | None = None,
     **options: Unpack[TreeOptions],
 ) -> FeatureDrafter:
@@ -33,6 +35,8 @@ def load(
         target: whose hidden states they read.
         path: folder or hub name of MTP modules, in safetensors; None: those in the target's own checkpoint.
         revision: branch, tag or commit of a hub name; None: main.
+        tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+            target's stop tokens; None: all.
         taps: the number of the hidden state that is read: -1 after the final norm, L (of L layers) before it; None: -1.
         options: of the trees.
 
@@ -44,7 +48,8 @@ def load(
     plan.check_width(target.vocabulary)
     if path is not None and not in_target(path, target):
         path = drafter_folder(path, revision)
-    network = read_mtp(path, target, {"taps": taps})
+    network = trimmed(read_mtp(path, target, {"taps": taps}), tokens, target)
+    plan.check_width(network.tokens)
     pack(network)
     sha256 = target.sha256 if in_target(path, target) else weights_hash(str(path))
-    return FeatureDrafter(network, target, plan, "mtp", sha256)
+    return FeatureDrafter(network, target, plan, "mtp", with_tokens(sha256, network.kept))

@@ -24,6 +24,8 @@ from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
+from spec_lab.drafters.draft_model.vocabularies import TrimmedTokens
+from spec_lab.drafters.trimmed import Drafted, chosen_tokens, with_tokens
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
@@ -46,6 +48,7 @@ class Pard(CachedDrafter):
         sha256: of the draft's weights.
         vocabulary: how many tokens the draft can read, where these are fewer than the target's; others are read as the
             mask token.
+        trimmed: the tokens that alone are drafted, of which alone it has logits; None: all.
     """
 
     def __init__(
@@ -56,10 +59,11 @@ class Pard(CachedDrafter):
         plan: TreePlan,
         sha256: str = "",
         vocabulary: int | None = None,
+        trimmed: TrimmedTokens | None = None,
     ) -> None:
         super().__init__(plan, "pard", Requires(), sha256)
         self.lm, self.context, self.reserve, self.mask_token = lm, context, plan.depth, mask_token
-        self.vocabulary = vocabulary
+        self.vocabulary, self.trimmed = vocabulary, trimmed
         self._masks = lru_cache(maxsize=256)(self._mask_chains)
 
     @staticmethod
@@ -69,6 +73,7 @@ class Pard(CachedDrafter):
         path: Annotated[str, DrafterPath("a PARD model", model=True)],
         revision: Filled | None = None,
         mask_token: Annotated[int, Whole(0)] | None = None,
+        tokens: Drafted | None = None,
         **options: Unpack[TreeOptions],
     ) -> Pard:
         """Load a draft in the target's dtype and on its device.
@@ -78,6 +83,8 @@ class Pard(CachedDrafter):
             path: folder of a checkpoint trained by PARD, or a hub name; it must have the target's tokenizer.
             revision: branch, tag or commit of a hub name; None: main.
             mask_token: number of the mask token; None: pard_token of the checkpoint's config.
+            tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+                target's stop tokens; None: all.
             options: of the trees.
 
         Raises:
@@ -94,18 +101,26 @@ class Pard(CachedDrafter):
         # Both sizes may include padding, of different widths in models of one family (Qwen2.5); logits are fitted.
         check_same_tokens(target, target.vocabulary, draft.tokenizer, path, mask_token=mask)
         shared = min(target.vocabulary, draft.vocabulary)
-        plan.check_width(shared - (mask < shared))
         narrower = shared if shared < target.vocabulary else None
-        return Pard(draft.runner(), draft.context, mask, plan, draft.sha256, narrower)
+        if tokens is None:
+            plan.check_width(shared - (mask < shared))
+            return Pard(draft.runner(None), draft.context, mask, plan, draft.sha256, narrower)
+        kept = [token for token in chosen_tokens(tokens, target).tolist() if token < shared and token != mask]
+        trimmed = TrimmedTokens(kept, target.vocabulary)
+        plan.check_width(trimmed.count)
+        sha256 = with_tokens(draft.sha256, kept)
+        return Pard(draft.runner(trimmed.rows), draft.context, mask, plan, sha256, narrower, trimmed)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Pard:
         """The same proposer with another draft and tree; the last token is the mask token. See ``Proposer``."""
-        return Pard(draft, target.context, target.vocabulary - 1, self.plan.toy(tree))
+        trimmed = None if self.trimmed is None else self.trimmed.toy(target.vocabulary)
+        return Pard(draft, target.context, target.vocabulary - 1, self.plan.toy(tree), trimmed=trimmed)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return self.plan.facts | {"mask_token": self.mask_token}
+        drafted = {} if self.trimmed is None else self.trimmed.facts
+        return self.plan.facts | drafted | {"mask_token": self.mask_token}
 
     def levels(self, sequence: SequenceState, room: int) -> int:
         """The last mask token stands one position before the last level."""
@@ -140,6 +155,8 @@ class Pard(CachedDrafter):
 
     def _fitted(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Logits ``[R, W]`` over the target's tokens ``[R, V]``: -inf of the mask token and of those it lacks."""
+        if self.trimmed is not None:
+            logits = self.trimmed.logits(RowLogits(logits)).logits
         if logits.shape[1] < vocabulary:
             logits = torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[1]), value=-torch.inf)
         logits = logits[:, :vocabulary]

@@ -59,4 +59,5 @@ class PEagle(Eagle3):
     def toy(self, target: Target) -> PEagle:
         """As of ``Eagle3``; the last token is the mask token."""
         settings = super().toy(target).settings
-        return random_network(PEagle(replace(settings, mask_token=target.vocabulary - 1, windows=())), target)
+        settings = replace(settings, mask_token=target.vocabulary - 1, windows=())
+        return self.trimmed_like(random_network(PEagle(settings), target))

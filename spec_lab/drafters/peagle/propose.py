@@ -23,7 +23,7 @@ from spec_lab.drafters.feature_drafter import drafts_below
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
 from spec_lab.drafters.peagle.files import read_peagle
 from spec_lab.drafters.peagle.network import PEagle
-from spec_lab.models.checkpoint import weights_hash
+from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.placement import DTYPES
@@ -69,6 +69,7 @@ class PEagleDrafter(FeatureReader):
         path: Annotated[str, DrafterPath("a P-EAGLE head", ("target_hidden_size", "hidden_size"), converts=False)],
         revision: Filled | None = None,
         dtype: Annotated[str, OneOf(DTYPES)] | None = None,
+        tokens: Drafted | None = None,
         taps: Taps | None = None,
         **options: Unpack[TreeOptions],
     ) -> PEagleDrafter:
@@ -79,6 +80,8 @@ class PEagleDrafter(FeatureReader):
             path: folder or hub name of a P-EAGLE head, in safetensors.
             revision: branch, tag or commit of a hub name; None: main.
             dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
+            tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
+                target's stop tokens; None: all.
             taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
                 files are read.
             options: of the trees.
@@ -90,10 +93,10 @@ class PEagleDrafter(FeatureReader):
         plan = TreePlan.read(**options)
         own_dtype = None if dtype is None else DTYPES[dtype]
         path = drafter_folder(path, revision)
-        network = read_peagle(path, target, own_dtype, {"taps": taps})
+        network = trimmed(read_peagle(path, target, own_dtype, {"taps": taps}), tokens, target)
         plan.check_width(network.tokens)
         pack(network)
-        return PEagleDrafter(network, target, plan, weights_hash(path), own_dtype)
+        return PEagleDrafter(network, target, plan, trimmed_hash(path, network.kept), own_dtype)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> PEagleDrafter:
         """The same proposer with a random network and another tree. See ``Proposer``."""
@@ -103,7 +106,7 @@ class PEagleDrafter(FeatureReader):
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
-        return self.plan.facts | facts | {"reading": self.reading.facts}
+        return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
 
     @property
     def reading(self) -> Reading:

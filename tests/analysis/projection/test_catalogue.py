@@ -1,6 +1,7 @@
 """Named hardware and models, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -206,3 +207,13 @@ def test_each_design_drafts_with_heads_of_its_own_number():
     (deployment,) = deployments_of(designs, ["h100-sxm"], "llama-3.1-8b", 1024, runtime="nominal")
     two, four = (deployment.drafting[name].forward.seconds(1, 1, 0) for name in ("two", "four"))
     assert four == pytest.approx(2 * two)
+
+
+@pytest.mark.parametrize("proposer", ["draft_chain", "eagle", "hydra", "medusa"])
+def test_a_trimmed_lm_head_costs_its_share(proposer):
+    whole = design(np.ones((2, 2)), "whole", proposer)
+    designs = [whole, replace(whole, name="half", drafted_share=0.5), replace(whole, name="none", drafted_share=0.0)]
+    (deployment,) = deployments_of(designs, ["h100-sxm"], "llama-3.1-8b", 1024, runtime="nominal", draft="llama-3.2-1b")
+    full, half, none = (deployment.drafting[part.name].forward.seconds(1, 1, 0) for part in designs)
+    assert full > half > none
+    assert full - half == pytest.approx(half - none)

@@ -20,7 +20,7 @@ from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
 from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.drafters.draft_model.vocabularies import SharedTokens, one_to_one
+from spec_lab.drafters.draft_model.vocabularies import SharedTokens, TrimmedTokens, one_to_one
 from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings
 from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.drafters.feature_drafter import FeatureDrafter
@@ -114,8 +114,14 @@ def peagle(tree, drawn, **sizes):
     return PEagleDrafter(random_network(PEagle(settings), TARGET), TARGET, TreePlan(parse(tree), drawn))
 
 
-def pard(tree, drawn):
-    return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
+def pard(tree, drawn, trimmed=None):
+    return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn), trimmed=trimmed)
+
+
+def trimmed(proposer):
+    """A proposer of a network that drafts three of the four tokens."""
+    proposer.network.trim(torch.tensor([0, 2, 3]))
+    return proposer
 
 
 def early_exit(tree="1x1", drawn="iid", **options):
@@ -191,6 +197,27 @@ PROPOSERS = {
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),
+    "draft model with a trimmed vocabulary": draft_model("2x1", "without", TrimmedTokens((0, 2, 3), 4)),
+    "PARD with a trimmed vocabulary": pard("1x1", "iid", TrimmedTokens((0, 2), 4)),
+    "Medusa with a trimmed vocabulary": Medusa(
+        Heads.random(TARGET, 2, False).trimmed(torch.tensor([0, 2, 3]), TARGET), parse("2x1")
+    ),
+    "EAGLE-1 with a trimmed vocabulary": trimmed(eagle(EagleSettings(small_layer(4), 4, 4), "1x1", "iid")),
+    "EAGLE-3 with a trimmed vocabulary": trimmed(
+        eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without")
+    ),
+    "Hydra with a trimmed vocabulary": trimmed(hydra(prefix=True, drawn="without")),
+    "MTP with a trimmed vocabulary": trimmed(mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "1x1", "iid")),
+    "block with a trimmed vocabulary": trimmed(
+        block("2x1", "without", size=2, predicts_next=True, head=HeadSettings("gated", 2))
+    ),
+    "DFlash2 with a trimmed vocabulary": trimmed(
+        block("1x1", "iid", size=3, head=HeadSettings("selector", 2, candidates=4), conv_taps=2)
+    ),
+    "Domino with a trimmed vocabulary": trimmed(
+        block("1x1", "iid", size=3, head=HeadSettings("domino", 2, state_size=2))
+    ),
+    "P-EAGLE with a trimmed vocabulary": trimmed(peagle("1x1", "iid", draft_vocab_size=4)),
     "early exit, chain": early_exit(),
     "early exit, chain, confident": early_exit(confidence=0.6),
     "early exit, tree iid": early_exit("2x1"),
