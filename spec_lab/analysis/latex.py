@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from spec_lab.analysis.metrics import sweeps
+from spec_lab.analysis.run_tables import figure_cell
 from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.terminal import visible
 
@@ -33,8 +34,6 @@ def latex_table(table: pd.DataFrame, keys: Sequence[str]) -> str:
     columns = {name: [visible(sweeps.text(value)) for value in shown[name]] for name in names}
     rows = shown.to_dict("records")
     for name in figures:
-        columns[COLUMNS[name].heading] = [
-            COLUMNS[name].text(sweeps.with_bounds(row, name) if name == "speedup" else row[name]) for row in rows
-        ]
+        columns[COLUMNS[name].heading] = [figure_cell(row, name).whole for row in rows]
     layout = "l" * len(names) + "r" * len(figures)
     return pd.DataFrame(columns).to_latex(index=False, escape=True, column_format=layout)

@@ -43,8 +43,6 @@ COLUMNS = {
         meaning="Speed-up: total tokens per total seconds over the baseline's on the same groups of prompts, with its "
         "95 % interval over groups.",
     ),
-    "speedup_low": FigureFormat("95 % from"),
-    "speedup_high": FigureFormat("95 % to"),
     "speedup_with_prefill": FigureFormat("speed-up with prefill [95 %]"),
     "speedup_mean_of_groups": FigureFormat("mean of group speed-ups [95 %]"),
     "speedup_geometric_mean": FigureFormat("speed-up, geometric mean"),

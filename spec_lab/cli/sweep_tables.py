@@ -10,11 +10,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from spec_lab.analysis.console import WIDE, say, show_table
-from spec_lab.analysis.sweep_states import state_table
-from spec_lab.analysis.text import COLUMNS
+from spec_lab.analysis.run_tables import figure_table, state_table
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
-from spec_lab.results.result import Cell, DataTable
+from spec_lab.results.result import Cell
 
 FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
 """Columns of a sweep's table on the screen."""
@@ -104,17 +103,11 @@ def _print_rows(
     console: Console,
 ) -> None:
     """Print a table of figures; rows are told apart by ``names``, or by numbers where these do not fit."""
-    cells = [[_figure(row, name) for name in figures] for row in rows]
-    headings = [COLUMNS[name].heading for name in figures]
-    texts = [[*map(visible, labels), *(cell.whole for cell in row)] for labels, row in zip(names, cells, strict=True)]
-    lines = [[*heads, *headings], *texts]
+    full = figure_table(rows, figures, heads, [list(map(Cell, labels)) for labels in names])
+    lines = [[heading for heading, _ in full.columns], *([visible(cell.whole) for cell in row] for row in full.rows)]
     fits = sum(max(map(cell_len, column)) + 1 for column in zip(*lines, strict=True)) + 1 <= console.width
-    shown = [
-        [*map(Cell, labels if fits else [str(number)]), *row]
-        for number, (labels, row) in enumerate(zip(names, cells, strict=True), start=1)
-    ]
-    columns = [*((head, False) for head in (heads if fits else [""])), *((heading, True) for heading in headings)]
-    show_table("", DataTable(columns, shown), console)
+    numbers = [[Cell(str(number))] for number in range(1, len(rows) + 1)]
+    show_table("", full if fits else figure_table(rows, figures, [""], numbers), console)
     if not fits:
         for number, labels in enumerate(names, start=1):
             parts = (f"{head}={value}" for head, value in zip(heads, labels, strict=True) if value)
@@ -125,10 +118,3 @@ def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:
     """Return the figures, with the share of correct answers where answers were checked."""
     checked = "correct" in table and bool(table["correct"].notna().any())
     return (*figures, *["correct"] * checked)
-
-
-def _figure(row: Mapping[str, Any], name: str) -> Cell:
-    """Return the cell of a figure of a row of ``sweep.collect``; speed-up and accuracy have their intervals."""
-    from spec_lab.analysis.metrics import sweeps
-
-    return COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in ("speedup", "correct") else row.get(name))

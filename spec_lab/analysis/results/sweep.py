@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -13,8 +14,8 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import sweeps
-from spec_lab.analysis.sweep_states import state_table
-from spec_lab.analysis.text import COLUMNS, losslessness
+from spec_lab.analysis.run_tables import figure_table, state_table
+from spec_lab.analysis.text import losslessness
 from spec_lab.core.terminal import short_path
 from spec_lab.results import sweep
 from spec_lab.results.result import Cell, DataTable, Result, Section
@@ -22,8 +23,7 @@ from spec_lab.results.result import Cell, DataTable, Result, Section
 MAX_UNFINISHED = 200
 
 FIGURES = (
-    "speedup", "speedup_low", "speedup_high", "correct", "correct_change", "correct_cut", "tau_pooled", "expected_tau",
-    "tokens_per_second",
+    "speedup", "correct", "correct_change", "correct_cut", "tau_pooled", "expected_tau", "tokens_per_second",
     "baseline_tokens_per_second", "nodes_per_step", "draft_token_rate", "overhead", "roofline_share",
     "baseline_roofline_share", "repeated_8gram_share", "requests",
 )  # fmt: skip
@@ -50,9 +50,6 @@ ROWS = (
 )
 NO_SPEEDUP = "No finished run was compared with a baseline, so there is no speed-up."
 NO_FIGURES = "No run is finished yet, so there are no figures."
-
-ACCURACY = ("correct", "correct_change")
-"""Columns whose interval stands in the same cell."""
 
 
 def result(folder: Path) -> Result:
@@ -120,21 +117,21 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     names = [name for name in FIGURES if name in rows and rows[name].notna().any()]
     state = "lossless" in rows and bool(rows["lossless"].notna().any())
     judged = "verdict" in rows and bool(rows["verdict"].notna().any())
-    columns = [(name, False) for name in ("arm", *varied, *["losslessness"] * state, *["verdict"] * judged)]
-    headings = [COLUMNS[name].heading for name in names]
-    columns += [(heading if name in ACCURACY else heading.removesuffix(" [95 %]"), True)
-                for name, heading in zip(names, headings, strict=True)]  # fmt: skip
-    columns.append(("run", False))
+    heads = ["arm", *varied, *["losslessness"] * state, *["verdict"] * judged]
     reports = {name for name in rows["run"].unique() if os.path.isfile(folder / str(name) / "report.html")}
-    cells = []
-    for row in rows.to_dict("records"):
+    records, labels, links = rows.to_dict("records"), [], []
+    for row in records:
         line = [Cell(sweeps.text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
-        line += [Cell(sweeps.text(row["verdict"]), title=sweeps.text(row.get("verdict_reasons")))] * judged
-        line += [COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in ACCURACY else row[name]) for name in names]
+        labels.append(
+            line + [Cell(sweeps.text(row["verdict"]), title=sweeps.text(row.get("verdict_reasons")))] * judged
+        )
         link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
         run = sweeps.text(row["run"])
-        cells.append([*line, Cell(run_names.get(run, run), link=link, title=run)])
-    return DataTable(columns, cells, searchable=True, filters=("arm", *varied, "losslessness", "verdict"))
+        links.append(Cell(run_names.get(run, run), link=link, title=run))
+    shown = figure_table(records, names, heads, labels)
+    cells = [[*line, link] for line, link in zip(shown.rows, links, strict=True)]
+    filters = ("arm", *varied, "losslessness", "verdict")
+    return replace(shown, columns=[*shown.columns, ("run", False)], rows=cells, searchable=True, filters=filters)
 
 
 def _warnings(runs: Sequence[sweep.Run], table: pd.DataFrame) -> list[str]:
