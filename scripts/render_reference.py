@@ -4,7 +4,7 @@ declarations of the options: python scripts/render_reference.py
 
 from pathlib import Path
 
-from spec_lab.cli.build import conf
+from spec_lab.cli.bundled import conf
 from spec_lab.cli.commands import SHORT, parser
 from spec_lab.cli.declarations import package_sources
 from spec_lab.cli.explain import markdown, terminal

@@ -89,8 +89,8 @@ def one_thread_and_a_fixed_seed():
 @pytest.fixture(autouse=True)
 def every_test_starts_without_a_process_cache():
     """The command line reuses nothing that an earlier test found (``ProcessCache``)."""
-    if build := sys.modules.get("spec_lab.cli.build"):
-        for facts in vars(build.REUSED).values():
+    if start := sys.modules.get("spec_lab.cli.start"):
+        for facts in vars(start.REUSED).values():
             facts.clear()
 
 

@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts import docs_site
-from spec_lab.cli.build import check_options
 from spec_lab.cli.commands import SHORT, TRAIN, parser, trainings
+from spec_lab.cli.config_checks import check_options
 from spec_lab.cli.explain.reference import ALIASES, EXPERIMENT, canonical
 from spec_lab.cli.explain.terminal import reference
 from spec_lab.cli.main import check_overrides, conf, quote_prompt, replace_flags

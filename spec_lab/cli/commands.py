@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spec_lab.cli.build import conf
+from spec_lab.cli.bundled import conf
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.subcommands import COMMANDS, refuse
 from spec_lab.results import sweep

@@ -15,8 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import REUSED, Refused, build, reason, start
+from spec_lab.cli.build import build
 from spec_lab.cli.redaction import overrides_of, without_values
+from spec_lab.cli.refusals import Refused, reason
+from spec_lab.cli.start import REUSED, start
 from spec_lab.core.faults import described, location, of_a_part
 from spec_lab.core.files import read_json
 from spec_lab.results import sweep

@@ -26,22 +26,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import (
-    PACKAGE,
-    apply_constraint,
-    build,
-    conf,
-    groups,
-    option_names,
-    reason,
-    renamed,
-    top_level_options,
-    zoo,
-)
+from spec_lab.cli.build import apply_constraint, build, option_names
+from spec_lab.cli.bundled import PACKAGE, conf, zoo
+from spec_lab.cli.config_checks import groups, renamed, top_level_options
 from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
+from spec_lab.cli.refusals import reason
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 

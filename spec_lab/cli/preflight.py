@@ -22,8 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab.cli import interrupt, search
-from spec_lab.cli.build import groups, reason
+from spec_lab.cli.config_checks import groups
 from spec_lab.cli.redaction import blank, overrides_of
+from spec_lab.cli.refusals import reason
 from spec_lab.core.options import Folder, accept, brief, whole
 from spec_lab.models import ranks
 from spec_lab.results import sweep

@@ -28,8 +28,8 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from spec_lab.cli.build import Refused, reason
 from spec_lab.cli.redaction import overrides_of
+from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief, one_of, whole
 from spec_lab.results import sweep
 

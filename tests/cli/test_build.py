@@ -9,7 +9,10 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, check_gguf, conf, reason, under_policy
+from spec_lab.cli.build import CONTRACTS, build, under_policy
+from spec_lab.cli.bundled import conf
+from spec_lab.cli.config_checks import check_drawing, check_gguf
+from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import Part, check_declared, members, required
 from spec_lab.decode.proposer import DECLARED, Requires

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from spec_lab.analysis import metrics
-from spec_lab.cli.build import conf, plain_text
+from spec_lab.cli.bundled import conf
+from spec_lab.cli.start import plain_text
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from tests import checkpoints

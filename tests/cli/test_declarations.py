@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from spec_lab.cli.build import conf
+from spec_lab.cli.bundled import conf
 from spec_lab.cli.declarations import SETTINGS, check_values, declared, package_sources, qualified
 from spec_lab.cli.explain import comments
 from spec_lab.cli.explain.reference import target_of
@@ -172,7 +172,7 @@ import sys
 from pathlib import Path
 from hydra import compose, initialize_config_dir
 from spec_lab.cli.main import conf
-from spec_lab.cli.build import start
+from spec_lab.cli.start import start
 with initialize_config_dir(conf(), version_base="1.3"):
     config = compose("config", ["verifier=relaxed", "verifier.top=0"])
 try:

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import spec_lab.cli.main  # noqa: F401  registers the resolvers of configs
-from spec_lab.cli.build import conf
+from spec_lab.cli.bundled import conf
 from spec_lab.cli.drafter_paths import check_drafters
 from spec_lab.core.options import WrongOption
 from tests.checkpoints import checkpoint, zoo

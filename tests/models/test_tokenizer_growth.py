@@ -7,7 +7,7 @@ import shutil
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from spec_lab.cli.build import zoo
+from spec_lab.cli.bundled import zoo
 from spec_lab.models import gguf_tokenizer
 from spec_lab.models.gguf_tokenizer import HF_JSON, read_gguf_tokenizer
 from spec_lab.models.tokenizer import read_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab.cli import build
+from spec_lab.cli import start
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.results import sources, sweep
 from spec_lab.results.manifest import claim
@@ -26,7 +26,7 @@ def anew(monkeypatch):
         importlib.invalidate_caches()
         for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
             del sys.modules[name]
-        build.REUSED.sources.clear()
+        start.REUSED.sources.clear()
 
     yield forget
     forget("toy_plugin", "lone_module", "broken_package")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_lab.cli.build import zoo
+from spec_lab.cli.bundled import zoo
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.drafters.eagle import propose as eagle

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from spec_lab.cli.build import renamed
+from spec_lab.cli.config_checks import renamed
 from spec_lab.cli.explain.reference import EXPERIMENT, ConfigGroup, ConfigKey, ConfigOption, Reference, canonical
 
 

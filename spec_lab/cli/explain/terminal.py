@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from spec_lab.cli.build import conf
+from spec_lab.cli.bundled import conf
 from spec_lab.cli.declarations import package_sources
 from spec_lab.cli.explain.query import KeyMatch, find, names
 from spec_lab.cli.explain.reference import EXPERIMENT, ConfigGroup, ConfigKey, ConfigOption, Reference, read

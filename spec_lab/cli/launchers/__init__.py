@@ -21,8 +21,8 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from spec_lab.cli.build import Refused, reason
 from spec_lab.cli.jobs import before
+from spec_lab.cli.refusals import Refused, reason
 from spec_lab.results import sweep
 
 

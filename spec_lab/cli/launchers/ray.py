@@ -15,8 +15,8 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read by the import; else Ray dro
 import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
-from spec_lab.cli.build import Refused
 from spec_lab.cli.launchers import Job, JobEnded, Queued
+from spec_lab.cli.refusals import Refused
 
 SECONDS = 15
 """Seconds to wait for the cluster's answer."""

@@ -25,8 +25,8 @@ from uuid import uuid4
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 
-from spec_lab.cli.build import Refused
 from spec_lab.cli.launchers import Job, JobEnded, Queued
+from spec_lab.cli.refusals import Refused
 from spec_lab.core.faults import Passing
 from spec_lab.core.files import read_json, write_json
 from spec_lab.core.options import whole

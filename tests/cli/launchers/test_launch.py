@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab.cli.build import Refused
 from spec_lab.cli.launchers import JobEnded, Queued
+from spec_lab.cli.refusals import Refused
 from spec_lab.core.files import read_json, write_json
 from spec_lab.results import sweep
 from tests import checkpoints

@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from spec_lab.cli.build import reason
 from spec_lab.cli.main import main
+from spec_lab.cli.refusals import reason
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request

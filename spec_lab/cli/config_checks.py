@@ -1,0 +1,187 @@
+"""Checks of a config before a target or a drafter is read; those of its options before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from spec_lab.cli.build import part_config
+from spec_lab.cli.bundled import conf
+from spec_lab.cli.declarations import check_values
+from spec_lab.cli.refusals import Refused, reason
+from spec_lab.core.options import WrongOption
+from spec_lab.models import ranks
+
+DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
+"""Tasks that decode with every proposer and the one verifier."""
+
+GGUF = "spec_lab.models.gguf.load"
+REQUIRE_TRANSFORMERS = {
+    "task": ("spec_lab.tasks.train.",
+             "drafters learn from the hidden states of a model of transformers; leave target=gguf out"),
+    "sampling": ("spec_lab.models.generation.", "a GGUF file holds no generation_config.json; set sampling=greedy, or "
+                 "sampling.temperature and others"),
+    "peers": ("spec_lab.tasks.peers.", "transformers' own generation computes a model of transformers; "
+              "+experiment=llama_cpp_peers measures llama.cpp's"),
+}  # fmt: skip
+"""Parts that require a target of transformers: of each group the beginning of such ``_target_``, and why."""
+
+RENAMED = {
+    "out": "output_dir",
+    "beside": "arms",
+    "stop": "stop_strings",
+    "banned": "banned_strings",
+    "heal": "token_healing",
+    "prompt": "task.prompt",
+    "objective": "hydra.sweeper.objective",
+    "constraint.beside": "constraint.async_masks",
+    "task.turns": "task.repeats",
+    "task.rounds": "task.steps",
+}
+"""Options that have another name now, by their former one."""
+
+
+def renamed(option: str) -> str:
+    """Why an option has no effect: it has another name now. Empty of an option that was not renamed."""
+    for old, new in RENAMED.items():
+        if option == old or option.startswith(f"{old}."):
+            return f"{option} is now called {new + option.removeprefix(old)}"
+    return ""
+
+
+def top_level_options() -> set[str]:
+    """Return the names of the top-level options: those of the default config."""
+    config = OmegaConf.load(Path(conf(), "config.yaml"))
+    return groups(config) | config.keys() - {"defaults", "hydra"}
+
+
+def groups(config: Any = None) -> set[str]:
+    """Return the names of the config groups that the default config chooses a file of. Reads it unless it is given."""
+    chosen = (config or OmegaConf.load(Path(conf(), "config.yaml"))).defaults
+    return {key for options in chosen if OmegaConf.is_dict(options) for key in options if " " not in key}
+
+
+def check_options(config: DictConfig) -> None:
+    """Refuse options that nothing reads, scalars removed with "~", and values that no option may have.
+
+    Raises:
+        Refused: names the option, and the known one nearest to it.
+    """
+    options = top_level_options()
+    for key in map(str, config):
+        if said := renamed(key):
+            raise Refused(f"spec_lab: {said}")
+        if key not in options:
+            near = get_close_matches(key, options, 1)
+            hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
+            raise Refused(f"spec_lab: there is no option {key}; {hint}")
+    for group in ("constraint", "task"):
+        for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
+            if said := renamed(f"{group}.{key}"):
+                raise Refused(f"spec_lab: {said}")
+    try:
+        check_values(config, options)
+    except WrongOption as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+
+
+def check_torchrun(config: DictConfig) -> None:
+    """Refuse ranks of torchrun that nothing is split over, and peers together with ranks.
+
+    Raises:
+        Refused: says so.
+    """
+    if ranks.size() == 1:
+        return
+    if not OmegaConf.select(config, "target.tensor_parallel"):
+        raise Refused(
+            "spec_lab: torchrun started several ranks, and they share no model: give target.tensor_parallel=true"
+        )
+    if config.get("peers"):
+        raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
+
+
+def check_gguf(config: DictConfig) -> None:
+    """Refuse parts that require a model of transformers beside a GGUF file as the target, before torch is imported.
+
+    Raises:
+        Refused: names the part, and what to set instead.
+    """
+    if OmegaConf.select(config, "target._target_") != GGUF:
+        return
+    every = {part: config.get(part) for part in ("task", "sampling")}
+    peers = config.get("peers")
+    every |= {f"peers.{name}": peer for name, peer in peers.items()} if OmegaConf.is_dict(peers) else {}
+    for part, named in every.items():
+        begins, why = REQUIRE_TRANSFORMERS[part.partition(".")[0]]
+        if OmegaConf.is_dict(named) and str(named.get("_target_", "")).startswith(begins):
+            raise Refused(
+                f"spec_lab: {part} ({named._target_}) does not support target=gguf: {why}, or set target=zoo with "
+                "the folder or hub name of a checkpoint of transformers as target.path"
+            )
+
+
+def check_drawing(config: DictConfig, verifier: Any) -> None:
+    """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
+
+    Checked are, for the tasks that decode every proposer with ``verifier``, ``draws`` as the proposer's class declares
+    it, else ``drawn`` as the config or the class does, and whether the options ``tree`` or ``children`` describe trees
+    that branch. What a proposer declares only once it is loaded is checked with the loaded parts.
+
+    Raises:
+        Refused: names the proposer, how it draws, and what would fit.
+    """
+    from spec_lab.core.draft import Drawn
+    from spec_lab.verify.verdict import misfit
+
+    if OmegaConf.select(config, "task._target_") not in DECODING:
+        return
+    arms = [f"arms.{name}" for name in config.arms] if OmegaConf.is_dict(config.get("arms")) else []
+    for part in ("proposer", *arms):
+        named = part_config(config, part)
+        target = str(named["_target_"])
+        declared = _class_attributes(target.removesuffix(".load"))
+        drawn, draws = named.get("drawn", declared.get("drawn")), declared.get("draws")
+        if not isinstance(draws, frozenset):  # not the class but each object declares it, or it is drawn one way
+            draws = frozenset(kind for kind in get_args(Drawn) if kind == drawn)
+        if not draws or not draws <= {*get_args(Drawn)} or target.endswith(".Null.load"):
+            continue
+        name = declared.get("name", _chosen(part, target.removesuffix(".load").rpartition(".")[2]))
+        if why := misfit(str(name), draws, verifier, _branches(named)):
+            raise Refused(f"spec_lab: {part}: {why}")
+
+
+def _chosen(part: str, otherwise: str) -> str:
+    """Return the name of the proposer's config, such as draft_chain; ``otherwise`` outside of a Hydra run."""
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return str(choices.get(part if part == "proposer" else f"proposer@{part}", otherwise))
+
+
+def _branches(options: Mapping[Any, Any]) -> bool | None:
+    """Return whether a proposer's options describe trees that branch; None where they do not state it."""
+    from spec_lab.propose.trees import parse, width_of
+
+    children = options.get("children")
+    if isinstance(children, int):
+        return children > 1
+    if options.get("tree") is None:
+        return None
+    try:
+        return width_of(parse(options["tree"])) > 1
+    except ValueError:  # a tree that is chosen later ("calibrated"), or one that loading refuses
+        return None
+
+
+def _class_attributes(path: str) -> Mapping[str, Any]:
+    """Return what the class at a dotted path declares; nothing where there is no class."""
+    try:
+        target = get_object(path)
+    except (ImportError, ValueError):
+        return {}
+    return vars(target) if isinstance(target, type) else {}

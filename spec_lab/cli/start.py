@@ -1,0 +1,151 @@
+"""A run: its parts are built in order, the target and drafters last, and the task does its work with them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from spec_lab.cli import interrupt
+from spec_lab.cli.build import apply_constraint, build, build_each, rebuilt, task, under_policy
+from spec_lab.cli.config_checks import check_drawing, check_gguf, check_options, check_torchrun
+from spec_lab.cli.declarations import qualified
+from spec_lab.cli.redaction import written
+from spec_lab.cli.refusals import Refused, reason
+from spec_lab.cli.status import Status
+from spec_lab.core.options import WrongOption
+from spec_lab.core.process_cache import ProcessCache
+from spec_lab.results import sweep
+
+if TYPE_CHECKING:
+    from spec_lab.models.target import Target
+
+LOG = logging.getLogger(__name__)
+
+REUSED = ProcessCache()
+"""What the runs of this process share, a sweep's above all; it is passed to the parts."""
+
+
+def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
+    """Return the config with the trees that the run calibrated when it began, so that a resumed run is not calibrated
+    again. They are named as by ``manifest.begun_trees``.
+    """
+    config = deepcopy(config)
+    for name, tree in trees.items():
+        arm, dot, part = name.partition(".")
+        option = f"{'proposer' if arm == 'speculative' else f'arms.{arm}'}{dot}{part}.tree"
+        if OmegaConf.select(config, option) == "calibrated":
+            OmegaConf.update(config, option, tree)
+    return config
+
+
+def of_checkpoint(sampling: Any, target: Target) -> Any:
+    """Return the sampling parameters, those of the target's checkpoint where ``sampling`` names them.
+
+    Raises:
+        Refused: the checkpoint has none, or some that are not supported.
+    """
+    from spec_lab.models.generation import CheckpointSampling
+
+    if not isinstance(sampling, CheckpointSampling):
+        return sampling
+    try:
+        return sampling.resolved(target.folder)
+    except (OSError, ValueError) as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+
+
+def plain_text(config: DictConfig, prompts: Sequence[Any], target: Target) -> str:
+    """Return that prompts are plain text for a target with a chat template, and what changes it; empty otherwise."""
+    from spec_lab.text.chat_template import HasTemplate
+
+    plain = sum(getattr(prompt, "template", None) is None for prompt in prompts)
+    tokenizer = target.tokenizer
+    if not plain or not isinstance(tokenizer, HasTemplate) or not tokenizer.chat_template:
+        return ""
+    change = "set prompts.template=checkpoint"
+    if "template" not in config.prompts:
+        change = "choose prompts=chat and a file of messages"
+    return (
+        f"{plain} of {len(prompts)} prompts are plain text to the target, although its tokenizer has a chat template: "
+        f"{change} to send them through it"
+    )
+
+
+def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str) -> Target:
+    """Return the target under the name that files may hold: not with values of environment variables in its path."""
+    name = shown.get("path", path) if isinstance(shown, Mapping) else shown
+    return replace(target, name=name) if target.name == path != name else target
+
+
+def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Build the task, the lab, its settings, and the config as it is written to files."""
+    from spec_lab.cli.drafter_paths import check_drafters
+    from spec_lab.results.manifest import begun_trees, digest
+    from spec_lab.tasks.lab import Lab, Settings
+
+    work = task(config)
+    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    shown, identity = written(config), digest(resolved)
+    given = None if overrides is None else sweep.identifying(overrides)
+    scalars = {name: resolved[name] for name in Settings.names()}
+    settings = Settings(output_dir=out, overrides=given, config_sha256=identity, **scalars)
+    settings.use_threads()
+    sampling, verifier = build(config, "sampling"), build(config, "verifier")
+    prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    check_drawing(config, verifier)
+    begun = with_trees(config, begun_trees(out, shown, identity))
+    LOG.info("Reading the files of drafters")
+    try:
+        check_drafters(config)
+    except (OSError, ValueError) as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+    LOG.info("Loading target %s", shown["target"].get("path", ""))
+    target = with_written_name(
+        build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
+    )
+    sampling = of_checkpoint(sampling, target)
+    if said := plain_text(config, prompts, target):
+        LOG.warning("%s", said)
+    LOG.info("Loading proposer")
+    proposer = under_policy(begun, "policy", build(begun, "proposer", target=target), target=target)
+    arms = build_each(begun, "arms", target=target)
+    peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
+    verifiers = build_each(config, "verifiers")
+    applied, pieces = apply_constraint(config, settings, target)
+    lab = Lab(
+        target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces,
+        partial(rebuilt, begun, target),
+    )  # fmt: skip
+    return work, lab, settings, shown
+
+
+def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``.
+
+    The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
+    """
+    check_options(config)
+    check_gguf(config)
+    check_torchrun(config)
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        with Status():
+            work, lab, settings, shown = _prepare(config, out, overrides)
+        with interrupt.Raising():
+            return int(work(lab, settings, shown))
+    except WrongOption as error:  # of the task, which checks its options with the parts
+        of_task = re.match(r"\w*", str(error))[0] in config.task  # type: ignore[index]
+        said = qualified(reason(error), "task", config.task) if of_task else reason(error)
+        raise Refused(f"spec_lab: {said}") from error
+    finally:
+        torch.set_num_threads(threads)
