@@ -7,7 +7,7 @@ import pytest
 
 from spec_lab.drafters.block.layout import FIELDS as BLOCK
 from spec_lab.drafters.block.layout import OF_SPECULATORS
-from spec_lab.drafters.drafter_files import IRRELEVANT, LAYER, MEANINGS, Fields
+from spec_lab.drafters.config_fields import IRRELEVANT, LAYER, MEANINGS, Fields
 from spec_lab.drafters.eagle.files import FIRST, SPECULATORS, THIRD
 from spec_lab.drafters.hydra.files import FIELDS as HYDRA
 from spec_lab.drafters.kangaroo.files import FIELDS as KANGAROO

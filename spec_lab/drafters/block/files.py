@@ -58,6 +58,7 @@ from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.eagle.conventions import draft_tokens
+from spec_lab.drafters.layer_conventions import layer_fields, layer_windows, numbered_taps, settle_taps
 from spec_lab.models.target import Target
 
 MAX_BLOCK = 256
@@ -113,7 +114,7 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
         raise ValueError(
             f"{file}: block_size is {size}: a block holds the pending token, and mask tokens that draft a level each"
         )
-    fields = files.layer_fields(layer, target.context + size, windows=True)
+    fields = layer_fields(files, layer, target.context + size, windows=True)
     if "layers.0.self_attn.q_norm.weight" in shapes:
         fields["model_type"] = "qwen3"  # the block's authors build these layers whatever the target's family
     windows, causal = _attention(files, stated, layer)
@@ -236,7 +237,7 @@ def _attention(
     Raises:
         ValueError: fields that contradict each other; no window.
     """
-    windows = files.windows(layer)
+    windows = layer_windows(files, layer)
     default = "windows" if any(windows) else "none"
     size = files.whole("swa_window_size", config=stated) if "swa_window_size" in stated else None
     if files.flag("use_swa", config=stated) and not any(windows):
@@ -311,13 +312,13 @@ def _taps(files: DrafterFiles, stated: Mapping[str, Any], layers: int) -> tuple[
     if (named := stated.get(where)) is None:
         spread = [round(1 + i * (last - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [last // 2]
         taps = [max(0, min(layer + 1, last)) for layer in spread]
-        return files.choose_taps(taps, "default", f"{where} names none; DFlash spreads them over the layers")
-    listed = files.taps(where, named, shift)
+        return settle_taps(files, taps, "default", f"{where} names none; DFlash spreads them over the layers")
+    listed = numbered_taps(files, where, named, shift)
     taps = sorted(listed)
     if len({*taps}) < len(taps):
         raise ValueError(f"{files.file}: {where} must name different layers, not {brief(named)}")
     why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
     if taps == listed:
-        return files.choose_taps(taps, "file", why)
+        return settle_taps(files, taps, "file", why)
     why += ", and engines read taps in the order of the layers"
-    return files.choose_taps(taps, "guess", why, {"in the order of the list": listed})
+    return settle_taps(files, taps, "guess", why, {"in the order of the list": listed})

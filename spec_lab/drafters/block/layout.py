@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from spec_lab.drafters.drafter_files import LAYER, Fields, Meanings
+from spec_lab.drafters.config_fields import LAYER, Fields, Meanings
 from spec_lab.drafters.layouts import Entry, Layout
 
 BLOCK = Layout("block drafter", (

@@ -22,8 +22,8 @@ from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
-from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.features import FeatureReader, observe_features
+from spec_lab.drafters.layer_conventions import Taps
 from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack

@@ -15,6 +15,7 @@ from spec_lab.core.reading import Source
 from spec_lab.core.tensors import readable
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.eagle.network import NormOutput
+from spec_lab.drafters.layer_conventions import layer_fields, layer_windows, numbered_taps, settle_taps
 from spec_lab.models.checkpoint import weight_files
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -86,13 +87,13 @@ def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[st
             layer.pop("layer_types", None)  # those of the target
     if kind == "llama" and (norms or (biases and not last_bias)):
         kind = "qwen3" if norms else "qwen2"  # Llama's layers with norms, or with biases of queries, keys, values alone
-    fields = files.layer_fields({**layer, "model_type": kind}, windows=True) | {"model_type": kind}
+    fields = layer_fields(files, {**layer, "model_type": kind}, windows=True) | {"model_type": kind}
     return fields, _windows(files, layer), _interleaved(files, layer)
 
 
 def _windows(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer. Errors as of ``DrafterFiles.windows``."""
-    windows = files.windows(layer)
+    windows = layer_windows(files, layer)
     largest = max(window or 0 for window in windows)
     unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it
     why = "layer_types and use_sliding_window tell which layers have it"
@@ -204,7 +205,7 @@ def choose_taps(files: DrafterFiles) -> tuple[int, ...]:
     config, last = files.config, files.target.lm.capabilities.hidden_layers
     if not reads_taps(files):
         why = "use_aux_hidden_state is false, and engines hand over the state after the final norm"
-        return files.choose_taps([-1], "guess", why)
+        return settle_taps(files, [-1], "guess", why)
     wide = files.target.services.hidden_size
     count = max(1, (files.shapes.get("fc.weight") or [3 * wide])[-1] // wide)  # how many ``fc`` reads
     named, shift, where = config.get(TAPS), 0, TAPS
@@ -215,20 +216,20 @@ def choose_taps(files: DrafterFiles) -> tuple[int, ...]:
         spread = [round(1 + i * (last - 4) / max(1, count - 1)) + 1 for i in range(count)]
         taps = sorted(max(0, min(tap, last)) for tap in (usual if count == len(usual) else spread))
         why = f"{where} names none" + "; these are EAGLE-3's own" * (count == len(usual))
-        return files.choose_taps(taps, "guess", why, {"spread over the layers": spread})
+        return settle_taps(files, taps, "guess", why, {"spread over the layers": spread})
     source: Source = "guess" if shift else "file"
     why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
     if shift and isinstance(named, list) and last in named:
         source, shift, why = "file", 0, f"{where} is {brief(named)}, where {last} can only be the number of a state"
-    listed = files.taps(where, named, shift)
+    listed = numbered_taps(files, where, named, shift)
     taps = sorted(listed)
     if taps == listed:
-        return files.choose_taps(taps, source, why)
+        return settle_taps(files, taps, source, why)
     if _is_of_training(files.folder):
         why += ", in the order in which this package trained the head"
-        return files.choose_taps(listed, "guess", why, {"in the order of the layers": taps})
+        return settle_taps(files, listed, "guess", why, {"in the order of the layers": taps})
     why += ", and engines read taps in the order of the layers"
-    return files.choose_taps(taps, "guess", why, {"in the order of the list": listed})
+    return settle_taps(files, taps, "guess", why, {"in the order of the list": listed})
 
 
 def _is_of_training(folder: Path) -> bool:

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.options import brief
+from spec_lab.drafters.config_fields import LAYER, Fields, Meanings
 from spec_lab.drafters.draft_layers import read_interleaved
-from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, Meanings, write_drafter
+from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
 from spec_lab.drafters.eagle.conventions import (
     TABLES,
     TAPS,
@@ -50,6 +51,7 @@ from spec_lab.drafters.eagle.conventions import (
     unused_ends,
 )
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
+from spec_lab.drafters.layer_conventions import settle_taps
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.target import Target
 
@@ -242,7 +244,7 @@ def eagle_settings(
         bias = bool({"fc.bias", "fusion_fc.bias"} & shapes.keys())
         if files.flag("fusion_bias" if kind == "eagle" else "bias") and not bias:
             raise ValueError(f"{files.folder} holds no fc.bias, but config.json states that there is one")
-        taps = files.choose_taps([-1], "default", "EAGLE-1 reads the state after the final norm")
+        taps = settle_taps(files, [-1], "default", "EAGLE-1 reads the state after the final norm")
         return EagleSettings(fields, h, v, layers, bias, taps, windows), interleaved
     files.check_target(files.whole("target_hidden_size", h))
     w = config.get("draft_vocab_size")

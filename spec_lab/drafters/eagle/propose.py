@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Annotated, Literal, Unpack
 
 from spec_lab.core.options import DrafterPath, Filled, Number, OneOf, Whole, checked
-from spec_lab.drafters.drafter_files import Ends, Rope, Taps
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.eagle.network import NormOutput
 from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.drafters.layer_conventions import Ends, Rope, Taps
 from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack

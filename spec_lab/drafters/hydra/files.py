@@ -27,8 +27,10 @@ from typing import Any
 import torch
 
 from spec_lab.core.options import brief
-from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, write_drafter
+from spec_lab.drafters.config_fields import LAYER, Fields
+from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
 from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
+from spec_lab.drafters.layer_conventions import layer_fields
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.checkpoint import MAX_LAYERS
 from spec_lab.models.support import Unsupported
@@ -173,4 +175,4 @@ def _prefix(files: DrafterFiles) -> dict[str, Any]:
             f"{files.file}: prefix_layer_config.hidden_size is {brief(size)}, the target {target.name} has "
             f"{target.services.hidden_size}"
         )
-    return {name: value for name, value in files.layer_fields(fields).items() if value is not None}
+    return {name: value for name, value in layer_fields(files, fields).items() if value is not None}

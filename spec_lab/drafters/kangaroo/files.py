@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 
 from spec_lab.core.options import brief
-from spec_lab.drafters.drafter_files import LAYER, DrafterFiles, Fields, write_drafter
+from spec_lab.drafters.config_fields import LAYER, Fields
+from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
 from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
+from spec_lab.drafters.layer_conventions import layer_fields
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.target import Target
 
@@ -53,7 +55,7 @@ def _settings(files: DrafterFiles, exit_layer: int | None) -> KangarooSettings:
     if (kind := config.get("model_type", "llama")) != "llama":
         raise ValueError(f"{files.file}: model_type must be llama, not {brief(kind)}: an adapter has Llama's attention")
     FIELDS.check(files.file, config)
-    fields = files.layer_fields(config) | {"model_type": kind, "intermediate_size": 1}  # there is no MLP
+    fields = layer_fields(files, config) | {"model_type": kind, "intermediate_size": 1}  # there is no MLP
     files.check_target(config["hidden_size"], config.get("vocab_size"))
     layers = files.whole("num_hidden_layers", 1)
     return KangarooSettings(fields, config["hidden_size"], _exit_layer(files, exit_layer), layers)

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
-from spec_lab.drafters.drafter_files import DrafterFiles, Fields
+from spec_lab.drafters.config_fields import Fields
+from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.layouts import Entry, Layout, Tensors, misfits
 from spec_lab.drafters.medusa.network import Heads, OwnLMHeads, Trunk
 from spec_lab.models.checkpoint import refuse_misfits, weights_hash

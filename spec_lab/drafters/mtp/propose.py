@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Unpack
 
 from spec_lab.core.options import DrafterPath, Filled, checked
-from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.feature_drafter import FeatureDrafter
+from spec_lab.drafters.layer_conventions import Taps
 from spec_lab.drafters.mtp.files import in_target, read_mtp
 from spec_lab.drafters.trimmed import Drafted, trimmed, with_tokens
 from spec_lab.models.checkpoint import weights_hash

@@ -18,9 +18,9 @@ from spec_lab.core.options import DrafterPath, Filled, OneOf, checked
 from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
-from spec_lab.drafters.drafter_files import Taps
 from spec_lab.drafters.feature_drafter import drafts_below
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
+from spec_lab.drafters.layer_conventions import Taps
 from spec_lab.drafters.peagle.files import read_peagle
 from spec_lab.drafters.peagle.network import PEagle
 from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash

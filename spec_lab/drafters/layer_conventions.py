@@ -1,0 +1,171 @@
+"""How a drafter's config describes its layers: rotary embeddings, windows, and the target's states that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from spec_lab.core.options import Whole, WrongOption, brief
+from spec_lab.core.reading import Source
+from spec_lab.drafters.config_fields import OF_LAYERS
+from spec_lab.drafters.drafter_files import DrafterFiles
+from spec_lab.models.checkpoint import check_counts
+
+PLAIN_THETA = 10000.0
+"""Base of the rotary embeddings of RoPE's authors, which many classes use where a config states none."""
+MAX_TAPS = 64
+"""Maximum number of hidden states of the target that a drafter reads."""
+Taps = Sequence[Annotated[int, Whole(-1)]]
+"""An option: the numbers of the hidden states that a drafter reads, in this order."""
+Rope = Literal["neox", "interleaved"]
+Ends = Literal["own", "target"]
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling of rotary embeddings that a config states, in either of transformers' fields; empty for none."""
+    for stated in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(stated, dict) and stated.get("rope_type", stated.get("type", "default")) != "default":
+            return stated
+    return {}
+
+
+def layer_fields(
+    files: DrafterFiles, config: Mapping[str, Any], positions: int | None = None, windows: bool = False
+) -> dict[str, Any]:
+    """The fields that describe decoder layers, apart from windows.
+
+    Args:
+        files: of the drafter.
+        config: of the layers.
+        positions: that they have if the config states none; None: those of the target.
+        windows: whether they may have windows, which ``layer_windows`` reads.
+
+    Raises:
+        ValueError: layers with windows where they may have none; no hidden size; more layers than the files have
+            tensors.
+    """
+    types, h = config.get("layer_types"), files.whole("hidden_size", config=config)
+    full = types is None or (isinstance(types, list) and all(kind == "full_attention" for kind in types))
+    if not (full or windows):
+        raise ValueError(f"{files.file}: layer_types must be full_attention in every layer, not {brief(types)}")
+    files.whole("num_hidden_layers", 1, config=config)
+    check_counts(files.folder, config, len(files.held))
+    fields = {name: config[name] for name in OF_LAYERS if name in config}
+    _choose_rotation(files, config, fields)
+    if fields.get("head_dim") is None and isinstance(heads := config.get("num_attention_heads"), int) and heads:
+        fields["head_dim"] = h // heads
+    positions = max(files.target.context, 1) if positions is None else positions
+    return fields | {"max_position_embeddings": files.whole("max_position_embeddings", positions, config=config)}
+
+
+def layer_windows(files: DrafterFiles, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window W of each decoder layer, None of one with full attention.
+
+    ``layer_types`` names the layers that have one; without it and with ``use_sliding_window`` they are those from
+    ``max_window_layers`` on (Qwen2). ``sliding_window`` alone states nothing, since no Llama layer reads it.
+
+    Raises:
+        ValueError: layers of another type; fields that contradict each other; no window.
+    """
+    layers, types = files.whole("num_hidden_layers", 1, config=config), config.get("layer_types")
+    if types is None:
+        first = files.whole("max_window_layers", 28, 0, config=config)
+        first = first if files.flag("use_sliding_window", config=config) else layers
+        types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    names = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in names for kind in types):
+        raise ValueError(
+            f"{files.file}: layer_types must name one of {', '.join(names)} for each of {layers} layers, not "
+            f"{brief(types)}"
+        )
+    if "sliding_attention" not in types:
+        return (None,) * layers
+    if not files.flag("use_sliding_window", True, config=config):
+        raise ValueError(f"{files.file}: use_sliding_window is false, but layer_types has sliding_attention")
+    window = files.whole("sliding_window", config=config)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _choose_rotation(files: DrafterFiles, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
+    """Settle how the layers rotate queries and keys, in their ``fields``.
+
+    Sections of ``mrope`` are of images; of text their positions are the same, and it is plain RoPE.
+    """
+    stated, theta = _rope(config), config.get("rope_theta")
+    if stated.get("rope_type", stated.get("type")) == "mrope":
+        theta = stated.get("rope_theta", theta) or PLAIN_THETA
+        fields["rope_scaling"] = fields["rope_parameters"] = None
+        why = "SpecForge has trained heads with rope_scaling of type mrope both with rope_theta and with 10000"
+        source: Source = "file" if theta == PLAIN_THETA else "guess"
+        others = {"as some versions of SpecForge": PLAIN_THETA}
+        fields["rope_theta"] = files.choose("rope_theta", theta, source, why, others)
+    elif "rope_theta" in files.options and (given := files.options["rope_theta"]) is not None:
+        fields["rope_theta"] = files.choose("rope_theta", theta or PLAIN_THETA, "file", "rope_theta of its config")
+        if isinstance(fields.get("rope_parameters"), dict):
+            fields["rope_parameters"] = fields["rope_parameters"] | {"rope_theta": given}
+    if "rope_scaling" not in files.options:
+        return
+    model = getattr(files.target.lm, "hf_model", None)
+    of_target = {} if model is None else dict(getattr(model.config, "rope_parameters", None) or {})
+    scalings = {"without scaling": "none"} if _rope(fields) else {}
+    if _rope({"rope_parameters": of_target}) and _rope({"rope_parameters": of_target}) != _rope(fields):
+        scalings["the target's"] = "target"
+    rope = files.choose("rope_scaling", "own", "file", "rope_scaling of its config", scalings)
+    if rope == "none":
+        fields |= {"rope_scaling": None, "rope_parameters": None}
+    elif rope == "target":
+        fields |= {"rope_scaling": None, "rope_parameters": of_target}
+
+
+def numbered_taps(files: DrafterFiles, where: str, named: Any, shift: int) -> list[int]:
+    """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.
+
+    Args:
+        files: of the drafter.
+        where: the field.
+        named: its value, a list of layers.
+        shift: what is added to each: 0 for numbers of hidden states, 1 for numbers of layers whose outputs are
+            read.
+
+    Raises:
+        ValueError: no list of layers, or a layer that the target does not have.
+    """
+    last = files.target.lm.capabilities.hidden_layers
+    plain = isinstance(named, list) and 0 < len(named) <= MAX_TAPS
+    if not plain or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in named):
+        raise ValueError(f"{files.file}: {where} must be a list of layers, not {brief(named)}")
+    if wrong := [layer for layer in named if not 0 <= layer + shift <= last]:
+        raise ValueError(
+            f"{files.file}: {where} names layer {wrong[0]}, but the target {files.target.name} has {last} layers, of "
+            f"which {-shift} to {last - shift} can be named here: the drafter is for another target"
+        )
+    return [layer + shift for layer in named]
+
+
+def settle_taps(
+    files: DrafterFiles, taps: list[int], source: Source, why: str, others: Mapping[str, list[int]] | None = None
+) -> tuple[int, ...]:
+    """Settle the hidden states that are read (``DrafterFiles.choose``).
+
+    Among the other readings are those numbered one less or more. Published drafters read the last state either before
+    or after the target's final norm, so that one is a guess.
+
+    Raises:
+        ValueError: the option names a state that the target does not have.
+    """
+    last = files.target.lm.capabilities.hidden_layers
+    every = {**(others or {})}
+    every |= {"each one less": [tap - 1 for tap in taps], "each one more": [tap + 1 for tap in taps]}
+    exist = {label: other for label, other in every.items() if min(other) >= 0 and max(other) <= last}
+    for before, after, label in ((last, -1, "after"), (-1, last, "before")):
+        if before in taps:
+            swapped = [after if tap == before else tap for tap in taps]
+            exist[f"the last state {label} the final norm"] = swapped
+            source = "guess" if source == "file" else source
+    chosen = list(files.choose("taps", taps, source, why, exist))
+    if wrong := [tap for tap in chosen if not -1 <= tap <= last]:
+        raise WrongOption(
+            f"taps names hidden state {wrong[0]}, but the target {files.target.name} has states 0 to {last}, and "
+            "-1 after its final norm"
+        )
+    return tuple(chosen)
