@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spec_lab.analysis.text import COLUMNS
-from spec_lab.results import sweep
+from spec_lab.results import run_state
 from spec_lab.results.result import Cell, DataTable, cell
 
 WITH_INTERVAL = ("speedup", "correct", "correct_change")
@@ -36,7 +36,7 @@ def figure_cell(row: Mapping[str, Any], name: str) -> Cell:
     return COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in WITH_INTERVAL else row.get(name))
 
 
-def state_table(runs: Iterable[sweep.Run], names: Mapping[str, str]) -> DataTable:
+def state_table(runs: Iterable[run_state.Run], names: Mapping[str, str]) -> DataTable:
     """Return the state of each run, its finished groups, its seconds and what went wrong.
 
     Args:

@@ -17,7 +17,7 @@ from rich.console import Console
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.subcommands import COMMANDS, refuse
-from spec_lab.results import sweep
+from spec_lab.results import run_state
 
 
 def command(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -34,7 +34,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     given = parser()[0].parse_args(arguments)
     try:
         return COMMANDS[given.command](given, console)
-    except (OSError, ValueError, sweep.Locked) as error:
+    except (OSError, ValueError, run_state.Locked) as error:
         return refuse(error)
 
 

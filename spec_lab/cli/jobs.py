@@ -21,7 +21,7 @@ from spec_lab.cli.refusals import Refused, reason
 from spec_lab.cli.start import REUSED, start
 from spec_lab.core.faults import described, location, of_a_part
 from spec_lab.core.files import read_json
-from spec_lab.results import sweep
+from spec_lab.results import run_state, sweep
 
 
 def job(config: DictConfig) -> None:
@@ -47,9 +47,9 @@ def alone(config: DictConfig) -> None:
     out = Path(HydraConfig.get().runtime.output_dir)
     interrupt.change(interrupt.Leave(folder=str(out)))
     try:
-        with sweep.holding(out):
+        with run_state.holding(out):
             code = carry_out(config, out)
-    except (Refused, OSError, ValueError, sweep.Locked, OmegaConfBaseException) as error:
+    except (Refused, OSError, ValueError, run_state.Locked, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
         said = without_values(config, reason(error))
@@ -81,12 +81,12 @@ def run_of_sweep(config: DictConfig) -> None:
     try:
         # On a cluster the run's previous job may not have released the lock yet.
         patience = 120 if str(facts.launcher["_target_"]).endswith(".Cluster") else 1
-        with sweep.holding(out, patience):
+        with run_state.holding(out, patience):
             if known := before(config, out):
                 return say(known)
-            done = (sweep.ended(out) or {"state": ""})["state"] == "done"
+            done = (run_state.ended(out) or {"state": ""})["state"] == "done"
             if not done:
-                sweep.begin(out)
+                run_state.begin(out)
             try:
                 code = carry_out(config, out, overrides)
             except Exception as error:
@@ -97,20 +97,20 @@ def run_of_sweep(config: DictConfig) -> None:
                     raise Refused(f"spec_lab: {sweep.which_run(out)}: {said}") from error
                 try:
                     hide = partial(without_values, config)
-                    sweep.fail(out, overrides, error, said, time.perf_counter() - began, hide)
+                    run_state.fail(out, overrides, error, said, time.perf_counter() - began, hide)
                 except OSError as full:
                     said += f"; the failure could not be recorded in {out} ({full.strerror})"
                 return say(f"failed: {said}")
-            if code == sweep.INTERRUPTED:
+            if code == run_state.INTERRUPTED:
                 sys.exit(code)
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
-    except sweep.Locked:
+    except run_state.Locked:
         say("skipped: locked by another process")
 
 
 def before(config: DictConfig, out: Path) -> str:
     """Return why the run in ``out`` is skipped: it is done, or it failed without ``retry``. Empty if it must run."""
-    how = sweep.ended(out)
+    how = run_state.ended(out)
     if how is None:
         return ""
     if how["state"] == "done":
@@ -134,8 +134,9 @@ def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = N
             f"spec_lab: a part ended the run by {described(error)}{location(error, __name__)}: let it raise another "
             "error"
         ) from error
-    if code != sweep.INTERRUPTED and any(file.name != ".lock" for file in out.iterdir()):  # some tasks write no files
-        sweep.end(out, overrides or (), identity(config), code, time.perf_counter() - began)
+    wrote = any(file.name != ".lock" for file in out.iterdir())  # some tasks write no files
+    if code != run_state.INTERRUPTED and wrote:
+        run_state.end(out, overrides or (), identity(config), code, time.perf_counter() - began)
     return code
 
 

@@ -27,7 +27,7 @@ from spec_lab.cli.redaction import blank, overrides_of
 from spec_lab.cli.refusals import reason
 from spec_lab.core.options import Folder, accept, brief, whole
 from spec_lab.models import ranks
-from spec_lab.results import sweep
+from spec_lab.results import run_names, sweep
 
 MAX_RUNS = 100_000
 """Maximum number of runs of a sweep."""
@@ -61,8 +61,8 @@ class Preflight(Callback):
         check_sweeper(config)
         check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
-        for option in sweep.UNIDENTIFYING:
-            if len({override for job in jobs for override in job if sweep.key(override) == option}) > 1:
+        for option in run_names.UNIDENTIFYING:
+            if len({override for job in jobs for override in job if run_names.key(override) == option}) > 1:
                 raise SystemExit(f"spec_lab: {option} cannot be swept: it does not distinguish runs")
         if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
             raise SystemExit(
@@ -70,7 +70,9 @@ class Preflight(Callback):
             )
         _check_folders(config, "hydra.sweep.dir")
         files = {*groups(), "experiment"}
-        chosen = {override: job for job in jobs for override in job if sweep.key(override).partition("@")[0] in files}
+        chosen = {
+            override: job for job in jobs for override in job if run_names.key(override).partition("@")[0] in files
+        }
         try:
             search.check(config)
             for overrides in [*chosen.values(), *jobs[:1]]:
@@ -100,7 +102,7 @@ class Preflight(Callback):
         atexit.unregister(print_resume_hint)
         out, code = Path(config.hydra.sweep.dir), 1
         try:
-            names = {sweep.folder_name(overrides) for overrides in asked(config)}
+            names = {run_names.folder_name(overrides) for overrides in asked(config)}
             mine = [run for run in sweep.runs(out) if run.folder.name in names or not names]
             code = int(len(mine) < len(names) or any(run.state != "done" or run.code for run in mine))
             print_results(out, verbose=bool(config.get("verbose")))

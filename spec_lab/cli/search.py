@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief, one_of, whole
-from spec_lab.results import sweep
+from spec_lab.results import run_figures, run_names, run_state, sweep
 
 SHARED_OVERRIDES, RETRIES = "given", "retries"
 """User attributes of a trial: the overrides that all trials share, and the number of the trial that it repeats."""
@@ -42,10 +42,10 @@ SHARED_OVERRIDES, RETRIES = "given", "retries"
 
 def result(objective: str, out: Path) -> float | None:
     """Return the figure ``objective`` of the run in ``out``; None unless the run ended with exit code 0 and has it."""
-    how = sweep.ended(out)
+    how = run_state.ended(out)
     if how is None or how["state"] != "done" or how["code"]:
         return None
-    figure: Any = sweep.left_behind(out)
+    figure: Any = run_figures.left_behind(out)
     for name in objective.split("."):
         figure = figure.get(name) if isinstance(figure, Mapping) else None
     return float(figure) if isinstance(figure, int | float) else None
@@ -132,7 +132,7 @@ def _check_comparable(study: Any, searched: Mapping[str, Any], given: Sequence[s
         f"(this one is {study.study_name})"
     )
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        was, now = sweep.identifying(trial.user_attrs[SHARED_OVERRIDES]), sweep.identifying(given)
+        was, now = run_names.identifying(trial.user_attrs[SHARED_OVERRIDES]), run_names.identifying(given)
         if was != now:
             there, here = (
                 " ".join(sorted({*run} - {*other_run})) or "nothing" for run, other_run in ((was, now), (now, was))
@@ -168,7 +168,7 @@ def _space(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     if not searched:
         ranges = "'proposer.max_nodes=int(interval(1,64))' or proposer.max_depth=1,2,3"
         raise ValueError(f"a search requires an option with a range or with choices, such as {ranges}")
-    if wrong := [name for name in searched if not sweep.identifying([name])]:
+    if wrong := [name for name in searched if not run_names.identifying([name])]:
         raise ValueError(f"{wrong[0]} cannot be searched: it does not distinguish runs")
     return searched, list(given.values())
 
@@ -257,7 +257,7 @@ def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str
     sweep.plan(out, runs)
     returns = dict(zip(runs, launcher.launch(runs, initial_job_idx=number), strict=True))
     values = {
-        run: None if returned.status is JobStatus.FAILED else result(objective, out / sweep.folder_name(run))
+        run: None if returned.status is JobStatus.FAILED else result(objective, out / run_names.folder_name(run))
         for run, returned in returns.items()
     }
     return [values[tuple(trial)] for trial in trials]
@@ -300,8 +300,8 @@ def _requeue(study: Any, config: DictConfig, out: Path) -> int:
         if trial.state is TrialState.COMPLETE:
             ended += 1
         elif trial.state is TrialState.FAIL and trial.params and trial.number not in replaced:
-            folder = out / sweep.folder_name(_overrides(trial.params, trial.user_attrs.get(SHARED_OVERRIDES, ())))
-            how = sweep.ended(folder)
+            folder = out / run_names.folder_name(_overrides(trial.params, trial.user_attrs.get(SHARED_OVERRIDES, ())))
+            how = run_state.ended(folder)
             failed = how is not None and how["state"] == "failed"
             if (
                 how is None

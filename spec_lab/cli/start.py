@@ -22,7 +22,7 @@ from spec_lab.cli.refusals import Refused, reason
 from spec_lab.cli.status import Status
 from spec_lab.core.options import WrongOption
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.results import sweep
+from spec_lab.results import run_names
 
 if TYPE_CHECKING:
     from spec_lab.models.target import Target
@@ -94,7 +94,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     work = task(config)
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     shown, identity = written(config), digest(resolved)
-    given = None if overrides is None else sweep.identifying(overrides)
+    given = None if overrides is None else run_names.identifying(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
     settings = Settings(output_dir=out, overrides=given, config_sha256=identity, **scalars)
     settings.use_threads()

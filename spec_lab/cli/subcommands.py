@@ -20,7 +20,7 @@ from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 
 say = partial(terminal.say, wrap=False)
 
@@ -40,7 +40,7 @@ def _for_each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
         try:
             with sweep.reading(folder):
                 code = max(code, what(folder))
-        except (OSError, ValueError, sweep.Locked) as error:
+        except (OSError, ValueError, run_state.Locked) as error:
             code = refuse(error)
     return code
 
@@ -66,7 +66,9 @@ def _collect(given: argparse.Namespace, console: Console) -> int:
         if given.latex:
             from spec_lab.analysis.latex import latex_table
 
-            keys = dict.fromkeys(sweep.key(override) for run in sweep.runs(given.folder) for override in run.overrides)
+            keys = dict.fromkeys(
+                run_names.key(override) for run in sweep.runs(given.folder) for override in run.overrides
+            )
             _write_table(given.latex, latex_table(table, list(keys)))
             say(console, f"LaTeX table: {given.latex}")
         if given.verbose:
@@ -199,7 +201,7 @@ def _report(given: argparse.Namespace, console: Console) -> int:
 
     def report(folder: Path) -> int:
         say(console, f"{write(folder)}, and figures in the same folder")
-        return 0 if sweep.is_run(folder) else _unreadable(folder)
+        return 0 if run_state.is_run(folder) else _unreadable(folder)
 
     return _for_each(given.folders, report)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from spec_lab.analysis.console import WIDE, say, show_table
 from spec_lab.analysis.run_tables import figure_table, state_table
 from spec_lab.core.terminal import visible
-from spec_lab.results import sweep
+from spec_lab.results import run_names, sweep
 from spec_lab.results.result import Cell
 
 FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
@@ -72,7 +72,7 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     runs = sweep.runs(folder)
     for line in sweeps.verdicts(table, sweeps.run_labels(runs)):
         console.print(visible(line), highlight=False)
-    keys = list(dict.fromkeys(sweep.key(override) for run in runs for override in run.overrides))
+    keys = list(dict.fromkeys(run_names.key(override) for run in runs for override in run.overrides))
     varied = sweeps.varied(table, keys)
     heads = [*(sweeps.short_names(varied)[key] for key in varied)] or ["run"]
     heads += ["arm"] * (shown["arm"].nunique() > 1)

@@ -20,7 +20,7 @@ from spec_lab.core.draft import WAYS, Drawn, Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.decode.recording import ID_BYTES, unpack_ids
 from spec_lab.replay.recording_memory import check_memory
-from spec_lab.results import study, sweep
+from spec_lab.results import run_state, study, sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.schema import REPLAY
 from spec_lab.results.writer import load, load_replay
@@ -194,7 +194,7 @@ def read(folder: Path, arms: tuple[str, ...] = ()) -> dict[str, RecordedTrees]:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is no folder of a run but a file: name the run's output_dir")
-    if sweep.is_sweep(folder) and not sweep.is_run(folder):
+    if sweep.is_sweep(folder) and not run_state.is_run(folder):
         raise ValueError(f"{folder} is a sweep: name the folder of one of its runs (spec-lab state {folder})")
     manifest = begun(folder)
     if manifest is None:

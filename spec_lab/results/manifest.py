@@ -25,7 +25,7 @@ from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sources
 from spec_lab.results.redact import without_secrets
-from spec_lab.results.sweep import UNIDENTIFYING
+from spec_lab.results.run_names import UNIDENTIFYING
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
 MEDUSA = "spec_lab.drafters.medusa.propose.Medusa.load"

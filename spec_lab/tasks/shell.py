@@ -17,7 +17,7 @@ from spec_lab.core.files import remove_abandoned
 from spec_lab.results.manifest import JUDGED, claim, finite, manifest, unclaim, write_json
 from spec_lab.results.parts import TableParts
 from spec_lab.results.result import Result
-from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.results.writer import Tables
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import digest

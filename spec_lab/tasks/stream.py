@@ -23,7 +23,7 @@ from spec_lab.core.terminal import CONTROLS
 from spec_lab.decode.engine import Engine
 from spec_lab.decode.sequence import ORIGINS
 from spec_lab.decode.step import StepInfo
-from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.tasks.generation import SequenceEvent, Share, engine_with_events, steps_with_events
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.detokenizer import Finish, Text, Withdrawn

@@ -14,7 +14,7 @@ from spec_lab.analysis.compare import compare
 from spec_lab.analysis.console import WIDE, show
 from spec_lab.analysis.results.comparison import result
 from spec_lab.core.request import BROKEN
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.results.writer import Recorder
 
@@ -264,13 +264,13 @@ def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path)
 def make_sweep(folder: Path, runs: dict[str, float], failed: Sequence[str] = (), **facts) -> Path:
     sweep.plan(folder, [[name] for name in runs])
     for name, gain in runs.items():
-        run_folder = folder / sweep.folder_name([name])
+        run_folder = folder / run_names.folder_name([name])
         if name in failed:
             run_folder.mkdir()
-            sweep.fail(run_folder, [name], ValueError("no"), "no", 0.0)
+            run_state.fail(run_folder, [name], ValueError("no"), "no", 0.0)
         else:
             write(run_folder, gain * taus(12), config={"proposer": {"depth": int(name[-1])}}, **facts)
-            sweep.end(run_folder, [name], "", 0, 1.0)
+            run_state.end(run_folder, [name], "", 0, 1.0)
     return folder
 
 

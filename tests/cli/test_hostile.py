@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from spec_lab.cli.commands import command
-from spec_lab.results import sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.writer import Recorder, load
 from spec_lab.tasks.benchmark import run
 from tests.labs import TEXTS, lab, settings
@@ -27,7 +27,7 @@ def swept(tmp_path_factory):
         for each_run in sweep.runs(folder):
             options = settings(each_run.folder, overrides=each_run.overrides, max_new_tokens=4)
             assert run(lab(TEXTS[:2]), options, {"name": "toy"}) == 0
-            sweep.end(each_run.folder, each_run.overrides, "abc", 0, 1.0)
+            run_state.end(each_run.folder, each_run.overrides, "abc", 0, 1.0)
     return folder
 
 
@@ -91,7 +91,7 @@ def test_parts_are_neither_written_nor_removed_through_a_link(given):
 def test_a_lock_that_is_not_a_regular_file_is_refused_and_the_other_runs_are_read(given, call):
     link(given / "seed=1" / ".lock", given)
     (given / "seed=2" / ".lock").mkdir()
-    with pytest.raises(OSError, match="regular file"), sweep.holding(given / "seed=1"):
+    with pytest.raises(OSError, match="regular file"), run_state.holding(given / "seed=1"):
         pass
     assert [bool(each_run.unreadable) for each_run in sweep.runs(given)] == [True, True, False]
     assert mine(given) == [("file", "mine")]
@@ -178,7 +178,7 @@ def test_a_name_that_is_not_a_run_s_folder_is_refused(given, call, name):
 
 
 def test_control_characters_reach_no_terminal(given, call):
-    sweep.fail(given / "seed=2", ["seed=2"], ValueError("x"), "\x1b[2J\x07gone", 1.0)
+    run_state.fail(given / "seed=2", ["seed=2"], ValueError("x"), "\x1b[2J\x07gone", 1.0)
     (given / "sweep.json").write_text(
         json.dumps({"runs": [{"folder": f"seed={n}", "overrides": [f"seed={n}\x1b]0;t\x07"]} for n in (1, 2)]})
     )

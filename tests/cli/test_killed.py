@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from pandas.testing import assert_frame_equal
 
-from spec_lab.results import schema, sweep
+from spec_lab.results import run_state, schema, sweep
 from spec_lab.results.writer import load
 from tests import checkpoints
 from tests.cli.composing import compose, remember_compositions
@@ -141,8 +141,8 @@ def _child(folder: Path, arguments: list[str], patience: float = 1.0, moment: tu
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["spec-lab", *arguments]
-    holding = sweep.holding
-    sweep.holding = lambda folder, *_: holding(folder, patience)
+    holding = run_state.holding
+    run_state.holding = lambda folder, *_: holding(folder, patience)
     if moment:
         _die_at(*moment)
     code = 0

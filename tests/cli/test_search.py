@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from spec_lab.cli.search import _distribution, figures, launch, result
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
@@ -82,7 +82,7 @@ def complete(folder: Path) -> list:
 
 def folder_of(trial, folder: Path) -> Path:
     """The folder of the trial's run."""
-    return folder / sweep.folder_name(
+    return folder / run_names.folder_name(
         [*(f"{name}={value}" for name, value in trial.params.items()), *trial.user_attrs["given"]]
     )
 
@@ -289,9 +289,9 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     given = [
         option.replace("false", "False") for option in some[1:] if not option.startswith(("proposer.depth", "hydra"))
     ]
-    other = tmp_path / "swept" / sweep.folder_name([*given, "proposer.depth=1"])
+    other = tmp_path / "swept" / run_names.folder_name([*given, "proposer.depth=1"])
     other.mkdir(parents=True)
-    with sweep.holding(other):
+    with run_state.holding(other):
         cli(*some)
     assert len(trials(tmp_path / "swept")) == 4
     left = [trial for trial in trials(tmp_path / "swept") if trial.state is TrialState.FAIL]
@@ -389,7 +389,7 @@ def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files
     for run, value in ((first, 3.5), (two, 2.5), (four, 4.5)):
         (tmp_path / run[0]).mkdir()
         (tmp_path / run[0] / "summary.json").write_text(f'{{"tau_pooled": {value}}}')
-        sweep.end(tmp_path / run[0], run, "abc", 0, 1.0)
+        run_state.end(tmp_path / run[0], run, "abc", 0, 1.0)
     values = launch(SimpleNamespace(launch=carry_out), config, [first, two, first, three, first, four], 7)
     assert asked == [([first, two, three, four], 7)]
     assert values == [3.5, 2.5, 3.5, None, 3.5, None]

@@ -6,7 +6,7 @@ import pandas as pd
 from rich.console import Console
 
 from spec_lab.cli.sweep_tables import print_results, print_sweep
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 
 
 def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) -> list[str]:
@@ -14,10 +14,10 @@ def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) 
     sweep.plan(folder, jobs)
     rows = []
     for number, job in enumerate(jobs):
-        run_folder = folder / sweep.folder_name(job)
+        run_folder = folder / run_names.folder_name(job)
         run_folder.mkdir()
-        sweep.end(run_folder, job, "", 0, 1.0)
-        options = {sweep.key(each): sweep._value(each.partition("=")[2]) for each in job}
+        run_state.end(run_folder, job, "", 0, 1.0)
+        options = {run_names.key(each): sweep._value(each.partition("=")[2]) for each in job}
         rows += [{"run": run_folder.name, "arm": arm, "proposer_name": "medusa", "speedup": 1.5, "speedup_low": 1.25,
                   "speedup_high": 1.75, "tokens_per_second": 1234.5, "tau_pooled": 2.5 + number, "expected_tau": 2.25,
                   **options, **more} for arm in (*arms, "baseline")]  # fmt: skip

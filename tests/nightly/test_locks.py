@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab.results import sweep
+from spec_lab.results import run_state
 
 pytestmark = pytest.mark.nightly
 
@@ -20,7 +20,7 @@ def take_turns(folder: Path, seconds: float, results) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            with sweep.holding(folder, patience=0.0 if times % 2 else 0.2):
+            with run_state.holding(folder, patience=0.0 if times % 2 else 0.2):
                 times += 1
                 try:
                     os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
@@ -29,7 +29,7 @@ def take_turns(folder: Path, seconds: float, results) -> None:
                     continue
                 time.sleep(0.0002)
                 os.unlink(folder / "inside")
-        except sweep.Locked:
+        except run_state.Locked:
             time.sleep(0.0001)
     results.put((times, both))
 

@@ -15,7 +15,7 @@ from spec_lab.replay import designs, recording_memory
 from spec_lab.replay.designs import Options, verifier_of
 from spec_lab.replay.recorded_trees import RunVerifier, read
 from spec_lab.replay.replay_tables import replay
-from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.tasks import benchmark
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from spec_lab.cli.redaction import InvalidSecret, moved, without_values, written
-from spec_lab.results import sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.redact import BLANK, VOCABULARY, redacted, without_secrets
 from tests import checkpoints
 
@@ -87,7 +87,7 @@ def test_no_secret_is_in_the_message_or_the_traceback_of_a_run_that_fails(comman
     assert_nowhere(tmp_path, output)
     if more:
         (run,) = sweep.runs(tmp_path / "swept")
-        assert "is not accepted" in sweep.ended(run.folder)["traceback"]
+        assert "is not accepted" in run_state.ended(run.folder)["traceback"]
 
 
 @pytest.mark.parametrize(

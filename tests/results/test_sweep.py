@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spec_lab.cli.commands import command
-from spec_lab.results import sweep, writer
+from spec_lab.results import run_names, run_state, sweep, writer
 from spec_lab.results.parts import TableParts
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
@@ -24,7 +24,7 @@ from tests import checkpoints
 # Names -------------------------------------------------------------------------------------------------------------
 
 KEYS = st.from_regex(r"\A[a-z][a-z_]{0,9}(\.[a-z_]{1,9}){0,2}\Z").filter(
-    lambda key: key.partition(".")[0] not in sweep.UNIDENTIFYING
+    lambda key: key.partition(".")[0] not in run_names.UNIDENTIFYING
 )
 VALUES = st.text(st.characters(exclude_categories=["C"], exclude_characters=","), max_size=80)
 OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(
@@ -36,13 +36,13 @@ OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(
 @example(["task.prompt=" + "語" * 200], None)
 @example(["prompts.path=../../etc/passwd"], None)
 def test_a_name_is_one_safe_folder_whatever_the_overrides_and_their_order(overrides, shuffler):
-    name = sweep.folder_name(overrides)
+    name = run_names.folder_name(overrides)
     assert not set(name) & set("/\\\0 \n'\"$*?")
     assert name not in ("", ".", "..")
     assert len(name.encode()) <= 255, "more than file systems take"
     if shuffler:
         shuffler.shuffle(overrides)
-    assert sweep.folder_name(overrides) == name
+    assert run_names.folder_name(overrides) == name
 
 
 @given(OVERRIDES, OVERRIDES)
@@ -51,21 +51,21 @@ def test_a_name_is_one_safe_folder_whatever_the_overrides_and_their_order(overri
 @example(["a=" + "1" * 200], ["a=" + "1" * 201])
 @example(["a=1"], [])
 def test_other_overrides_have_another_name(some, others):
-    assert (sweep.folder_name(some) == sweep.folder_name(others)) == (sorted(some) == sorted(others))
+    assert (run_names.folder_name(some) == run_names.folder_name(others)) == (sorted(some) == sorted(others))
 
 
 def test_a_name_is_readable_where_it_can_be():
-    assert sweep.folder_name(["seed=1", "proposer=medusa"]) == "proposer=medusa,seed=1"
-    assert sweep.folder_name([]) == "default"
-    assert sweep.folder_name(["+experiment=peers"]) == "experiment=peers"
+    assert run_names.folder_name(["seed=1", "proposer=medusa"]) == "proposer=medusa,seed=1"
+    assert run_names.folder_name([]) == "default"
+    assert run_names.folder_name(["+experiment=peers"]) == "experiment=peers"
 
 
 def test_output_dir_does_not_identify_a_run():
     places = ["output_dir=there", "tracker=wandb", "tracker.mode=offline", "+tracker.notes=x", "retry=true"]
     overrides = [*places, "seed=1"]
-    assert sweep.identifying(overrides) == ("seed=1",)
-    assert sweep.folder_name(overrides) == sweep.folder_name(["seed=1"]) == "seed=1"
-    assert sweep.identifying(["outer=1", "retry_twice=1"]) == ("outer=1", "retry_twice=1")
+    assert run_names.identifying(overrides) == ("seed=1",)
+    assert run_names.folder_name(overrides) == run_names.folder_name(["seed=1"]) == "seed=1"
+    assert run_names.identifying(["outer=1", "retry_twice=1"]) == ("outer=1", "retry_twice=1")
 
 
 def test_labels_omit_options_that_all_runs_share():
@@ -107,7 +107,7 @@ def test_a_folder_that_is_not_a_sweep_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no sweep"):
         sweep.collect(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
-    assert sweep.is_run(tmp_path)
+    assert run_state.is_run(tmp_path)
     with pytest.raises(ValueError, match="single run"):
         sweep.runs(tmp_path)
 
@@ -123,7 +123,7 @@ def run_folder(tmp_path):
     return tmp_path / "seed=1"
 
 
-def stands(folder: Path) -> sweep.Run:
+def stands(folder: Path) -> run_state.Run:
     (run,) = sweep.runs(folder.parent)
     assert run.folder == folder
     return run
@@ -155,13 +155,16 @@ def test_a_run_is_running_while_a_process_holds_it_and_pending_after_a_kill(run_
     try:
         assert holder.stdout.readline() == b"held\n"
         assert stands(run_folder).state == "running"
-        with pytest.raises(sweep.Locked, match="locked by another process"), sweep.holding(run_folder, patience=0.05):
+        with (
+            pytest.raises(run_state.Locked, match="locked by another process"),
+            run_state.holding(run_folder, patience=0.05),
+        ):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         assert (run_folder / ".lock").exists(), "it is left behind, and stale"
         assert stands(run_folder).state == "pending"
-        with sweep.holding(run_folder, patience=0.0):
+        with run_state.holding(run_folder, patience=0.0):
             assert stands(run_folder).state == "running"
     finally:
         holder.kill()
@@ -174,7 +177,7 @@ def test_a_run_is_held_by_one_process_at_a_time(run_folder):
 
     def work(_):
         nonlocal inside
-        with sweep.holding(run_folder, patience=30):
+        with run_state.holding(run_folder, patience=30):
             inside += 1
             most.append(inside)
             time.sleep(0.002)
@@ -187,7 +190,7 @@ def test_a_run_is_held_by_one_process_at_a_time(run_folder):
 
 def test_a_stopped_run_is_pending_with_its_finished_groups(run_folder):
     (run_folder / "manifest.json").write_text(json.dumps({"groups": 5, "overrides": ["seed=1"]}))
-    assert stands(run_folder) == sweep.Run(run_folder, ("seed=1",), "pending", 0, 5)
+    assert stands(run_folder) == run_state.Run(run_folder, ("seed=1",), "pending", 0, 5)
     parts(run_folder, 0, 1)
     assert stands(run_folder).groups == 2
     writer.Recorder(run_folder).gather()
@@ -197,9 +200,9 @@ def test_a_stopped_run_is_pending_with_its_finished_groups(run_folder):
 
 def test_the_status_of_a_finished_run_has_exit_code_and_seconds(run_folder):
     (run_folder / "manifest.json").write_text(json.dumps({"groups": 5}))
-    sweep.end(run_folder, ["seed=1", "output_dir=x"], "abc", 3, 1.23456)
-    assert stands(run_folder) == sweep.Run(run_folder, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
-    assert sweep.ended(run_folder)["config_sha256"] == "abc"
+    run_state.end(run_folder, ["seed=1", "output_dir=x"], "abc", 3, 1.23456)
+    assert stands(run_folder) == run_state.Run(run_folder, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
+    assert run_state.ended(run_folder)["config_sha256"] == "abc"
 
 
 def test_a_failed_run_keeps_its_error_and_traceback(run_folder):
@@ -207,36 +210,36 @@ def test_a_failed_run_keeps_its_error_and_traceback(run_folder):
     try:
         raise OSError("no room")
     except OSError as error:
-        sweep.fail(run_folder, ["seed=1"], error, "no room left", 2.0)
+        run_state.fail(run_folder, ["seed=1"], error, "no room left", 2.0)
     run = stands(run_folder)
     assert (run.state, run.error, run.groups, run.seconds) == ("failed", "no room left", 1, 2.0)
     assert (
-        "Traceback" in sweep.ended(run_folder)["traceback"]
-        and "OSError: no room" in sweep.ended(run_folder)["traceback"]
+        "Traceback" in run_state.ended(run_folder)["traceback"]
+        and "OSError: no room" in run_state.ended(run_folder)["traceback"]
     )
-    sweep.begin(run_folder)
+    run_state.begin(run_folder)
     assert stands(run_folder).state == "pending"
-    sweep.begin(run_folder)
+    run_state.begin(run_folder)
 
 
 def test_a_run_that_ends_during_a_status_is_not_pending(run_folder, monkeypatch):
-    running = sweep._running
+    running = run_state._running
 
     def just_then(folder):
         state = running(folder)
-        sweep.end(folder, [], "abc", 0, 1.0)
+        run_state.end(folder, [], "abc", 0, 1.0)
         return state
 
-    monkeypatch.setattr(sweep, "_running", just_then)
+    monkeypatch.setattr(run_state, "_running", just_then)
     assert stands(run_folder).state == "done"
 
 
 def test_the_failure_of_a_cluster_job_is_read_from_files_of_earlier_versions_too(run_folder):
-    sweep.fail_job(run_folder, "slurm", "TIMEOUT")
+    run_state.fail_job(run_folder, "slurm", "TIMEOUT")
     assert (stands(run_folder).state, stands(run_folder).error) == ("pending", "slurm: TIMEOUT")
     (run_folder / "queued.json").write_text(json.dumps({"engine": "ray", "job": "7", "lost": "cancelled"}))
     assert (stands(run_folder).state, stands(run_folder).error) == ("pending", "ray job 7: cancelled")
-    sweep.begin(run_folder)
+    run_state.begin(run_folder)
     assert (stands(run_folder).state, stands(run_folder).error) == ("pending", "ray job 7")
 
 
@@ -253,7 +256,7 @@ def test_unplanned_runs_are_found_too(run_folder):
     for folder in (lone, other, run_folder.parent / "figures"):
         folder.mkdir()
     (lone / "manifest.json").write_text(json.dumps({"groups": 2, "overrides": None}))  # made without --multirun
-    sweep.fail(other, ["seed=9"], ValueError("x"), "x", 1.0)
+    run_state.fail(other, ["seed=9"], ValueError("x"), "x", 1.0)
     assert [(run.folder, run.overrides, run.state) for run in sweep.runs(run_folder.parent)] == [
         (run_folder, ("seed=1",), "pending"),
         (lone, (), "pending"),
@@ -309,7 +312,7 @@ def finished(folder: Path, summary: dict, seconds: float = 2.0) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps({"groups": 2, "commit": "c0ffee"}))
     (folder / "summary.json").write_text(json.dumps(summary))
-    sweep.end(folder, [], "abc", 0, seconds)
+    run_state.end(folder, [], "abc", 0, seconds)
 
 
 ARM = {
@@ -502,7 +505,7 @@ def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     assert code == 130
     done, *_, never = sweep.runs(tmp_path / "swept")
     never.folder.mkdir(exist_ok=True)
-    with sweep.holding(never.folder):
+    with run_state.holding(never.folder):
         code, output, errors = cli("state", "swept")
     assert code == 0, errors
     (table, _, summed) = output.partition("swept: ")
@@ -583,5 +586,5 @@ def test_runs_on_other_code_or_prompts_are_distinguished(tmp_path):
         run.folder.mkdir()
         facts = {"commit": commit, "prompts_sha256": prompts, "threads": 1, "machine": {"processor": "z"}}
         (run.folder / "manifest.json").write_text(json.dumps(facts))
-        sweep.end(run.folder, run.overrides, "abc", 0, 1.0)
+        run_state.end(run.folder, run.overrides, "abc", 0, 1.0)
     assert sweep.mixed(sweep.runs(tmp_path)) == {"commit": ["x", "y"]}

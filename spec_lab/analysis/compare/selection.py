@@ -9,7 +9,7 @@ from typing import Any
 
 from spec_lab.analysis.names import MAIN
 from spec_lab.core.files import Unreadable
-from spec_lab.results import sources, sweep
+from spec_lab.results import run_names, run_state, sources, sweep
 from spec_lab.results.manifest import begun
 
 ABSENT = "not set"
@@ -66,7 +66,7 @@ def select_runs(folders: Sequence[Path], unreadable: list[str]) -> tuple[list[Se
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
-        if not (sweep.is_run(folder) or sweep.is_sweep(folder)):
+        if not (run_state.is_run(folder) or sweep.is_sweep(folder)):
             raise ValueError(f"{folder} holds neither a run (manifest.json) nor a sweep (sweep.json)")
     notes: list[str] = []
     listed = [_runs(folder, notes, unreadable, len(folders) == 1) for folder in folders]
@@ -74,7 +74,7 @@ def select_runs(folders: Sequence[Path], unreadable: list[str]) -> tuple[list[Se
     for number, folder in enumerate(resolved):
         if folder in resolved[:number]:
             raise ValueError(f"{folder} is given twice: a run is not compared with itself")
-    if len(folders) > 1 and not any(sweep.is_run(folder) for folder in folders):
+    if len(folders) > 1 and not any(run_state.is_run(folder) for folder in folders):
         runs, pairs = _by_overrides(folders, listed, notes)
         return runs, pairs, notes
     every = enumerate(run for runs in listed for run in runs)
@@ -89,7 +89,7 @@ def select_runs(folders: Sequence[Path], unreadable: list[str]) -> tuple[list[Se
 
 def _runs(folder: Path, notes: list[str], unreadable: list[str], alone: bool) -> list[tuple[str, Path]]:
     """Return names and folders of the runs in ``folder``; names of a sweep ``alone`` hold the differing overrides."""
-    if sweep.is_run(folder):
+    if run_state.is_run(folder):
         return [(str(folder), folder)]
     every = sweep.runs(folder)
     label = sweep.labels({run.folder.name: run.overrides for run in every})
@@ -160,7 +160,7 @@ def setting_values(
         of code, machine, weights and prompts, as far as all runs have them.
     """
     configuration = {
-        label: {key: value for key, value in manifest["config"].items() if key not in sweep.UNIDENTIFYING}
+        label: {key: value for key, value in manifest["config"].items() if key not in run_names.UNIDENTIFYING}
         for label, manifest in manifests.items()
     }
     options = {setting.key: setting for setting in _differing(configuration)}

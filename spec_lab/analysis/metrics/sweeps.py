@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from spec_lab.analysis.names import arm_names
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 
 MAX_VERDICTS = 40
 """Largest number of runs whose verdicts are written out."""
@@ -80,19 +80,19 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
 
 
-def run_labels(runs: Sequence[sweep.Run]) -> dict[str, str]:
+def run_labels(runs: Sequence[run_state.Run]) -> dict[str, str]:
     """Return the options of each run that not all runs share, by its folder's name; keys are cut as in ``short_names``.
 
     The folder's name where all are shared.
     """
     label = sweep.labels({run.folder.name: run.overrides for run in runs})
-    short = short_names(list(dict.fromkeys(sweep.key(override) for run in runs for override in run.overrides)))
+    short = short_names(list(dict.fromkeys(run_names.key(override) for run in runs for override in run.overrides)))
     given = {run.folder.name: dict.fromkeys(run.overrides) for run in runs}
     shortened = {}
     for name, text in label.items():
         shown = [override for override in given[name] if override in text.split(" ")]
         whole = " ".join(shown) == text
-        cut = (f"{short[sweep.key(override)]}={override.partition('=')[2]}" for override in shown)
+        cut = (f"{short[run_names.key(override)]}={override.partition('=')[2]}" for override in shown)
         shortened[name] = " ".join(cut) if whole else text
     return shortened
 

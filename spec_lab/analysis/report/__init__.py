@@ -30,7 +30,7 @@ from spec_lab.analysis.results import (
 )
 from spec_lab.analysis.results import sweep as sweep_result
 from spec_lab.core.files import write_text
-from spec_lab.results import sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.old_names import TABLES
 from spec_lab.results.result import Result
@@ -66,7 +66,7 @@ def write(folder: Path) -> Path:
         OSError: a file cannot be written.
     """
     folder = Path(folder)
-    if sweep.is_run(folder):
+    if run_state.is_run(folder):
         page = _page(folder)
     elif sweep.is_sweep(folder):
         swept = sweep_result.result(folder)
@@ -125,7 +125,7 @@ def _refuse_other_task(folder: Path) -> None:
     tables = "|".join([*TABLES, *SCHEMAS, "tokens", "replay"])
     expected = re.compile(rf"\.|(manifest|ended)\.json$|report\.html$|({tables})[-.]")
     others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
-    ended = sweep.ended(folder)
+    ended = run_state.ended(folder)
     if others or (ended and ended["state"] == "done"):
         files = ", ".join(others[:6]) + f" and {len(others) - 6} more" * (len(others) > 6)
         raise ValueError(

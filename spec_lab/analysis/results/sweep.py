@@ -17,7 +17,7 @@ from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.run_tables import figure_table, state_table
 from spec_lab.analysis.text import losslessness
 from spec_lab.core.terminal import short_path
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 from spec_lab.results.result import Cell, DataTable, Result, Section
 
 MAX_UNFINISHED = 200
@@ -59,7 +59,7 @@ def result(folder: Path) -> Result:
         ValueError: files that are not readable.
     """
     runs, table = sweep.runs(folder), sweep.collect(folder)
-    keys = list(dict.fromkeys(sweep.key(override) for run in runs for override in run.overrides))
+    keys = list(dict.fromkeys(run_names.key(override) for run in runs for override in run.overrides))
     names = sweeps.run_labels(runs)
     if not len(table):
         table = pd.DataFrame(columns=["run", "arm"])
@@ -134,7 +134,7 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     return replace(shown, columns=[*shown.columns, ("run", False)], rows=cells, searchable=True, filters=filters)
 
 
-def _warnings(runs: Sequence[sweep.Run], table: pd.DataFrame) -> list[str]:
+def _warnings(runs: Sequence[run_state.Run], table: pd.DataFrame) -> list[str]:
     warnings = [
         f"The runs differ in {name} ({', '.join(value[:16] for value in values)}): compare their figures with care."
         for name, values in sweep.mixed(runs).items()

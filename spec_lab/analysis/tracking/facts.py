@@ -11,7 +11,7 @@ from typing import Any
 
 from spec_lab.analysis.names import MAIN
 from spec_lab.core.terminal import short_path
-from spec_lab.results import sweep
+from spec_lab.results import run_names, sweep
 from spec_lab.results.manifest import JUDGED
 from spec_lab.results.redact import without_secrets
 
@@ -34,7 +34,7 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
         manifest: the contents of ``manifest.json``.
     """
     given = without_secrets(dict(manifest["config"]))
-    options = {name: value for name, value in given.items() if name not in (*sweep.UNIDENTIFYING, "name")}
+    options = {name: value for name, value in given.items() if name not in (*run_names.UNIDENTIFYING, "name")}
     proposers = manifest.get("proposers", {})
     options["arms"] = {
         arm: {"name": proposers.get(arm, {}).get("name"), **_mapping(options)}

@@ -12,7 +12,7 @@ from spec_lab.analysis.tracking import client, facts
 from spec_lab.analysis.tracking.client import Mode
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.roofline import Roofline
-from spec_lab.results import sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.manifest import begun, finite, without_groups
 
 SUMMARIES = ("summary.json", "certificate.json")
@@ -36,7 +36,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
 
     Raises:
         ValueError: there is no run, it has neither finished groups nor a summary; its files are not readable.
-        sweep.Locked: the run is still running.
+        run_state.Locked: the run is still running.
         OSError: Weights & Biases cannot be reached, or fails.
     """
     folder = Path(folder)
@@ -48,7 +48,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         raise ValueError(f"{folder} {what}: name the output directory of a run")
     if client.resolved_mode(mode, "mode") == "disabled":
         raise ValueError("Weights & Biases is disabled (mode, or WANDB_MODE): choose mode offline or online")
-    with sweep.holding(folder):
+    with run_state.holding(folder):
         tables = metrics.load(folder)
         written = next((summary for name in SUMMARIES if (summary := read_json(folder / name)) is not None), None)
         curve = _learning(folder, written)
@@ -95,7 +95,7 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
     """Track a run, or every run of a sweep; yields a line for each, also for those that could not be shown.
 
     Raises:
-        ValueError, sweep.Locked, OSError: as ``track``, for a run; OSError also for a sweep.
+        ValueError, run_state.Locked, OSError: as ``track``, for a run; OSError also for a sweep.
         Unreadable: for a sweep, after all lines: the files of some runs are not readable.
     """
     folder = Path(folder)
@@ -108,7 +108,7 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
             with sweep.reading(run.folder):
                 where = track(run.folder, project, entity, mode)
             yield f"{run.folder}: {where}"
-        except (ValueError, sweep.Locked) as error:
+        except (ValueError, run_state.Locked) as error:
             yield f"{run.folder}: not shown: {error}"
             unreadable += [run.folder.name] * isinstance(error, Unreadable)
     if unreadable:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spec_lab.cli.jobs import before
 from spec_lab.cli.refusals import Refused, reason
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def launch(
     """
     out = Path(common.config.hydra.sweep.dir)
     jobs = [Job(common, tuple(overrides), first + n) for n, overrides in enumerate(job_overrides)]
-    folders = [out / sweep.folder_name(job.overrides) for job in jobs]
+    folders = [out / run_names.folder_name(job.overrides) for job in jobs]
     ended = {n: _ended(job, folder) for n, (job, folder) in enumerate(zip(jobs, folders, strict=True))}
     if left := [n for n, known in ended.items() if known is None]:
         made, names = _engine(engine, out, options), [folders[n].name for n in left]
@@ -154,11 +154,11 @@ def launch(
         for reported in made.launch([jobs[n] for n in left], names):
             n = left[reported.number]
             if isinstance(reported, Queued):
-                sweep.queue(folders[n], engine, reported.id)
+                run_state.queue(folders[n], engine, reported.id)
                 continue
             ended[n] = reported
-            if reported.error is None and sweep.ended(folders[n]) is None:
-                sweep.fail_job(folders[n], engine, failure := reported.failure or "its job ended without a result")
+            if reported.error is None and run_state.ended(folders[n]) is None:
+                run_state.fail_job(folders[n], engine, failure := reported.failure or "its job ended without a result")
                 _say(out, f"{sweep.which_run(folders[n])}: its job failed ({failure}); the same command resumes it")
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
@@ -184,7 +184,7 @@ def _returned(job: Job, how: JobEnded | None) -> JobReturn:
 
 def _ended(job: Job, folder: Path) -> JobEnded | None:
     """Return how the run ended before; None if it must run."""
-    if sweep.ended(folder) is None:
+    if run_state.ended(folder) is None:
         return None
     config = job.common.compose(job.overrides, job.number)
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])

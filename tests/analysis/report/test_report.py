@@ -12,7 +12,7 @@ import pytest
 
 from spec_lab.analysis import metrics, report
 from spec_lab.core.terminal import short_path, visible
-from spec_lab.results import sweep
+from spec_lab.results import run_names, run_state, sweep
 from spec_lab.results.manifest import write_json
 from spec_lab.results.result import number
 from spec_lab.tasks.benchmark import run
@@ -48,17 +48,17 @@ def swept(ran, tmp_path_factory) -> Path:
     sweep.plan(folder, [*jobs, ["proposer=waits"], ["proposer=fails"]])
     summary, facts = (json.loads((ran / name).read_text()) for name in ("summary.json", "manifest.json"))
     for index, job in enumerate(jobs):
-        run_folder = folder / sweep.folder_name(job)
+        run_folder = folder / run_names.folder_name(job)
         run_folder.mkdir()
         speed = 1.0 + index / 10
         summary["arms"]["speculative"]["speedup"] = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
         write_json(run_folder / "summary.json", summary)
         write_json(run_folder / "manifest.json", facts)
-        sweep.end(run_folder, job, "", 0, 1.0)
-    (folder / sweep.folder_name(jobs[0]) / "report.html").write_text("its own")
-    failed = folder / sweep.folder_name(["proposer=fails"])
+        run_state.end(run_folder, job, "", 0, 1.0)
+    (folder / run_names.folder_name(jobs[0]) / "report.html").write_text("its own")
+    failed = folder / run_names.folder_name(["proposer=fails"])
     failed.mkdir()
-    sweep.fail(failed, ["proposer=fails"], ValueError(HOSTILE), HOSTILE, 1.0)
+    run_state.fail(failed, ["proposer=fails"], ValueError(HOSTILE), HOSTILE, 1.0)
     return folder
 
 
@@ -226,7 +226,7 @@ def test_what_another_task_left_is_refused_by_name(files, ran, tmp_path):
 def test_a_task_that_is_done_and_left_nothing_is_refused(ran, tmp_path):
     left_by_another_task(tmp_path, ran / "manifest.json")
     report.write(tmp_path)  # a run that has just begun
-    sweep.end(tmp_path, [], "", 0, 1.0)
+    run_state.end(tmp_path, [], "", 0, 1.0)
     with pytest.raises(ValueError, match="manifest.json"):
         report.write(tmp_path)
 
@@ -239,12 +239,12 @@ def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
     sweep.plan(tmp_path, jobs)
     summary = json.loads((ran / "summary.json").read_text()) | {"target": "/machine/spec_lab/zoo/target"}
     for index, job in enumerate(jobs):
-        run_folder = tmp_path / sweep.folder_name(job)
+        run_folder = tmp_path / run_names.folder_name(job)
         run_folder.mkdir()
         for arm in summary["arms"].values():
             arm["constraint"] = f"named {index}"
         write_json(run_folder / "summary.json", summary)
-        sweep.end(run_folder, job, "", 0, 1.0)
+        run_state.end(run_folder, job, "", 0, 1.0)
     parsed = Parsed(report.write(tmp_path))
     cells = re.findall(r"<td>(first|second|named \d)</td>", (tmp_path / "report.html").read_text())
     assert sorted(set(cells)) == ["first", "second"]

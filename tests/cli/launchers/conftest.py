@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from pandas.testing import assert_frame_equal
 
-from spec_lab.results import schema, sweep
+from spec_lab.results import run_state, schema, sweep
 from spec_lab.results.writer import load
 from tests import checkpoints
 
@@ -74,7 +74,7 @@ class Swept:
         """The output of all commands."""
         return " ".join((self.folder.parent / "output.txt").read_text().split())
 
-    def runs(self) -> dict[str, sweep.Run]:
+    def runs(self) -> dict[str, run_state.Run]:
         """The runs by seed."""
         if not sweep.is_sweep(self.folder):
             return {}
@@ -89,7 +89,7 @@ class Swept:
 
     def job(self, seed: str) -> str:
         """The engine's id of the run's job."""
-        return sweep.queued(self.runs()[seed].folder)["job"]
+        return run_state.queued(self.runs()[seed].folder)["job"]
 
 
 @pytest.fixture(scope="session")

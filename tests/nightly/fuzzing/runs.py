@@ -13,7 +13,7 @@ from matplotlib import font_manager
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf, top_level_options
-from spec_lab.results import sweep
+from spec_lab.results import run_state
 from tests import checkpoints
 from tests.nightly.fuzzing.edits import CHARACTERS, edits
 from tests.nightly.fuzzing.harness import Input, Target
@@ -103,7 +103,7 @@ def make_runs(folder: Path) -> None:
         file.rename(half / "parts" / f"{file.stem}-000000.parquet")
     for name in ("summary.json", "ended.json"):
         (half / name).unlink()
-    sweep.queue(half, "Slurm", "12")
+    run_state.queue(half, "Slurm", "12")
 
 
 def run_inputs(folder: Path) -> st.SearchStrategy[Input]:

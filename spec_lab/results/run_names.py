@@ -1,0 +1,37 @@
+"""What identifies a run of a sweep: its overrides, and the name of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from re import ASCII, sub
+
+from spec_lab.results.redact import redacted
+
+UNIDENTIFYING = ("output_dir", "tracker", "retry", "verbose")
+"""Options about where results go, what is printed and retries: they do not make it another run."""
+
+MAX_NAME = 120  # characters of a folder's name
+
+NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
+"""The pattern of ``folder_name``: the name of one folder inside the sweep's."""
+
+
+def identifying(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Return the overrides that identify a run, sorted, with secrets blanked."""
+    kept = (redacted(text) for text in overrides if key(text).partition(".")[0].partition("@")[0] not in UNIDENTIFYING)
+    return tuple(sorted(kept, key=lambda override: override.lstrip("+")))
+
+
+def key(override: str) -> str:
+    """Return the option that an override sets: the part before "=", without leading "+"."""
+    return override.partition("=")[0].lstrip("+")
+
+
+def folder_name(overrides: Iterable[str]) -> str:
+    """Return the folder name of a run: no slashes, bounded length, different for different overrides."""
+    text = ",".join(override.lstrip("+") for override in identifying(overrides)) or "default"
+    plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
+    if len(plain) <= MAX_NAME and plain == text:
+        return plain
+    return f"{plain[: MAX_NAME - 13]}-{sha256(text.encode()).hexdigest()[:12]}"
