@@ -130,7 +130,7 @@ def main(given: list[str] | None = None) -> pd.DataFrame:
             options.pop("_target_")
             proposer = Suffix.load(target, **(options | {"store": stores[size]}))
             if proposer.shared is not None:
-                proposer.shared.learn(text[::-1][: proposer.shared.most][::-1])
+                proposer.shared.learn(text[::-1][: proposer.shared.max_tokens][::-1])
             facts = {"proposer": name, "own": tokens if proposer.own else 0, "store": size}
             rows.append(facts | measure(proposer, text, tokens, chosen.steps, evict))
     table = pd.DataFrame(rows).round(2)

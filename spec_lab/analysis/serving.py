@@ -104,9 +104,9 @@ def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: 
 
 def _roofline(forwards: pd.DataFrame) -> dict[str, Any]:
     """Return ``roofline_share`` of an arm's rows with its interval over segments, and ``memory_bound_share``."""
-    if "least_seconds" not in forwards:
+    if "lower_bound_seconds" not in forwards:
         return {"roofline_share": Interval(*[float("nan")] * 3)._asdict(), "memory_bound_share": float("nan")}
-    known = forwards.dropna(subset=["least_seconds"])
-    share = cluster_interval(known["least_seconds"], known["forward_seconds"], known["segment"])
-    memory = ratio(known["read_seconds"].sum(), known["least_seconds"].sum())
+    known = forwards.dropna(subset=["lower_bound_seconds"])
+    share = cluster_interval(known["lower_bound_seconds"], known["forward_seconds"], known["segment"])
+    memory = ratio(known["read_seconds"].sum(), known["lower_bound_seconds"].sum())
     return {"roofline_share": share._asdict(), "memory_bound_share": memory}

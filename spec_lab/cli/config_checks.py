@@ -43,6 +43,7 @@ RENAMED = {
     "constraint.beside": "constraint.async_masks",
     "task.turns": "task.repeats",
     "task.rounds": "task.steps",
+    "policy.most": "policy.max_depth",
 }
 """Options that have another name now, by their former one."""
 
@@ -81,7 +82,7 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    for group in ("constraint", "task"):
+    for group in ("constraint", "task", "policy"):
         for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
             if said := renamed(f"{group}.{key}"):
                 raise Refused(f"spec_lab: {said}")

@@ -18,7 +18,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.probabilities import probs_dtype
 from spec_lab.core.protocols import check_declared
 from spec_lab.core.randomness import Draws
-from spec_lab.decode.capacity import check_requires, most_at_once, most_cells, most_rows
+from spec_lab.decode.capacity import check_requires, max_at_once, max_cells, max_rows
 from spec_lab.decode.commit import Commit, commit
 from spec_lab.decode.global_constraint import Conditional, conditioned
 from spec_lab.decode.prefix_cache import PrefixCache, check_prefix_cache
@@ -144,19 +144,19 @@ class Arm:
         return None if in_steps is None else StepConstraint(in_steps)
 
     @cached_property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """How many rows the proposer adds below one root at most."""
-        return most_rows(self.proposer, self._forces)
+        return max_rows(self.proposer, self._forces)
 
     @cached_property
-    def most_cells(self) -> int:
+    def max_cells(self) -> int:
         """How many cells are in use below one root at most, while the proposer drafts or the target verifies."""
-        return most_cells(self.proposer, self._forces)
+        return max_cells(self.proposer, self._forces)
 
     @cached_property
-    def most_at_once(self) -> int | None:
+    def max_at_once(self) -> int | None:
         """How many sequences one forward computes at most; None for no limit."""
-        return most_at_once(self.proposer, self.target)
+        return max_at_once(self.proposer, self.target)
 
     @property
     def _forces(self) -> bool:

@@ -45,7 +45,7 @@ def check_requires(proposer: Proposer, target: Target) -> None:
         )
 
 
-def most_at_once(proposer: Proposer, target: Target) -> int | None:
+def max_at_once(proposer: Proposer, target: Target) -> int | None:
     """Return the most sequences in one forward, with trees as large as the proposer declares; None for no limit."""
     has = target.lm.capabilities
     if has.leaves is None or proposer.branches is False:
@@ -54,7 +54,7 @@ def most_at_once(proposer: Proposer, target: Target) -> int | None:
     return fit if has.sequences is None else min(fit, has.sequences)
 
 
-def most_rows(proposer: Proposer, forces: bool) -> int:
+def max_rows(proposer: Proposer, forces: bool) -> int:
     """Return how many rows the proposer adds below one root at most.
 
     Args:
@@ -64,6 +64,6 @@ def most_rows(proposer: Proposer, forces: bool) -> int:
     return proposer.nodes + (proposer.forced_nodes if forces else 0)
 
 
-def most_cells(proposer: Proposer, forces: bool) -> int:
-    """Return how many of the target's KV cells are in use below one root at most. Arguments as of ``most_rows``."""
-    return max(proposer.target_cells, most_rows(proposer, forces))
+def max_cells(proposer: Proposer, forces: bool) -> int:
+    """Return how many of the target's KV cells are in use below one root at most. Arguments as of ``max_rows``."""
+    return max(proposer.target_cells, max_rows(proposer, forces))

@@ -32,7 +32,7 @@ class Limits:
 
     Args:
         max_batch_size: most requests decoded together; None for no limit. The target's runner may have a limit of its
-            own (``most_at_once``), beyond which requests wait. llama.cpp has 256 sequence ids: where requests and their
+            own (``max_at_once``), beyond which requests wait. llama.cpp has 256 sequence ids: where requests and their
             forks are more, decoding ends with an error.
         max_prefill_tokens: most tokens of sequences with several pending tokens (prompts, tokens computed again after a
             preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
@@ -192,14 +192,14 @@ class Engine:
     def _admit(self) -> None:
         """Admit waiting requests in order, as long as there is room."""
         while self._waiting:
-            if self.arm.most_at_once is not None and len(self._live) >= self.arm.most_at_once:
+            if self.arm.max_at_once is not None and len(self._live) >= self.arm.max_at_once:
                 return
             most, first = self.limits.max_batch_size, self._waiting[0]
             if most is not None and len({sequence.request.id for sequence in self._live} | {_id(first)}) > most:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
-            if room is not None and self._live and self._used() + tokens + 1 + self.arm.most_cells > room:
+            if room is not None and self._live and self._used() + tokens + 1 + self.arm.max_cells > room:
                 return
             self._waiting.popleft()
             if isinstance(first, SequenceState):
@@ -276,11 +276,11 @@ class Engine:
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
-        return min(len(request.tokens) + request.max_new_tokens, self.arm.target.context) + self.arm.most_cells
+        return min(len(request.tokens) + request.max_new_tokens, self.arm.target.context) + self.arm.max_cells
 
     def _used(self) -> int:
         """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
-        return sum(len(sequence.tokens) + 1 + self.arm.most_cells for sequence in self._live)
+        return sum(len(sequence.tokens) + 1 + self.arm.max_cells for sequence in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""
@@ -292,7 +292,7 @@ class Engine:
 
     def _plan(self) -> tuple[list[SequenceState], list[Chunk]]:
         """The sequences that decode in this step, and those that compute a chunk of their prompt."""
-        budget, live = self.limits.max_prefill_tokens, self._live[: self.arm.most_at_once]
+        budget, live = self.limits.max_prefill_tokens, self._live[: self.arm.max_at_once]
         if budget is None:
             return live, []
         ready, chunks = [], []

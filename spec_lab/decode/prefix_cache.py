@@ -50,15 +50,18 @@ class PrefixCache:
     It belongs to whoever made it: engines use it one after the other, and none of them empties it.
 
     Args:
-        most_tokens: most tokens of all kept texts, each rounded up to blocks of 256.
-        least: fewest tokens worth copying.
+        max_tokens: most tokens of all kept texts, each rounded up to blocks of 256.
+        min_tokens: fewest tokens worth copying.
 
     Raises:
         ValueError: fewer tokens than a block.
     """
 
-    def __init__(self, most_tokens: int, least: int = MIN_TOKENS) -> None:
-        self.most_tokens, self.least = whole("prefix_cache", most_tokens, BLOCK, ", or null", maximum=MAX_TOKENS), least
+    def __init__(self, max_tokens: int, min_tokens: int = MIN_TOKENS) -> None:
+        self.max_tokens, self.min_tokens = (
+            whole("prefix_cache", max_tokens, BLOCK, ", or null", maximum=MAX_TOKENS),
+            min_tokens,
+        )
         self.texts: list[Kept] = []  # the most recently used last
 
     @property
@@ -78,7 +81,7 @@ class PrefixCache:
             live: tokens and KV caches of the sequences that are decoded.
         """
         self._forget_given_up()
-        longest, length = None, max(self.least, 1) - 1
+        longest, length = None, max(self.min_tokens, 1) - 1
         for text in self.texts:
             if (common := _common(text.tokens, tokens[:-1])) > length:
                 longest, length, source = text, common, text.kv
@@ -88,7 +91,7 @@ class PrefixCache:
         if longest is not None:
             self.texts.remove(longest)
             self.texts.append(longest)
-        return lm.open_copy(source, length, reserve) if length >= max(self.least, 1) else lm.open(reserve)
+        return lm.open_copy(source, length, reserve) if length >= max(self.min_tokens, 1) else lm.open(reserve)
 
     def keep(self, lm: Runner, tokens: Sequence[int], kv: Any) -> None:
         """Keep a copy of a sequence's KV cache, unless a text that is kept begins with it.
@@ -99,8 +102,8 @@ class PrefixCache:
             kv: its KV cache, which stays the caller's.
         """
         self._forget_given_up()
-        computed = list(tokens[: min(len(kv), self.most_tokens // BLOCK * BLOCK)])
-        if len(computed) < self.least:
+        computed = list(tokens[: min(len(kv), self.max_tokens // BLOCK * BLOCK)])
+        if len(computed) < self.min_tokens:
             return
         for text in self.texts:
             if _common(text.tokens, computed) == len(computed):
@@ -108,7 +111,7 @@ class PrefixCache:
                 return self.texts.append(text)
         for text in [text for text in self.texts if _common(text.tokens, computed) == len(text.tokens)]:
             self._drop(text)
-        while self.tokens + _blocks(len(computed)) > self.most_tokens:
+        while self.tokens + _blocks(len(computed)) > self.max_tokens:
             self._drop(self.texts[0])
         if len(copy := lm.open_copy(kv, len(computed), len(computed), exact=True)):
             self.texts.append(Kept(computed, copy))

@@ -241,8 +241,8 @@ def propose(arm: Arm, batch: Batch) -> Draft:
         if not draft.computed_shape.nodes:
             return draft
         _check_tokens(draft, batch.target.vocabulary)
-        if (rows := draft.computed_shape.largest - 1) > arm.most_rows:
-            raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {arm.most_rows}")
+        if (rows := draft.computed_shape.largest - 1) > arm.max_rows:
+            raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {arm.max_rows}")
     draft = draft.cut(batch.room())
     check_draft(proposer.name, arm.verifier, draft)
     return draft

@@ -30,7 +30,7 @@ from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
 from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.arm import Arm, Choose, Memory
-from spec_lab.decode.capacity import most_at_once
+from spec_lab.decode.capacity import max_at_once
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import StepInfo, step
@@ -326,7 +326,7 @@ class DraftCascade(Proposer):
         arm = self.arm.within(proposer, batch.draws, rows or self.arm.choose)
         q: dict[SequenceState, list[Tensor]] = {sequence: [] for sequence in ends}
         broken: dict[SequenceState, str] = {}
-        left, most = list(ends), most_at_once(self.arm.proposer, self.arm.target)
+        left, most = list(ends), max_at_once(self.arm.proposer, self.arm.target)
         while left:
             before = {sequence: len(sequence.tokens) for sequence in left[:most]}
             info = step(list(before), arm)

@@ -82,13 +82,13 @@ class Heuristic(Policy):
     Args:
         start: the first depth.
         up, down: added and subtracted.
-        most: the largest depth.
+        max_depth: the largest depth.
     """
 
     start: float = 5.0
     up: float = 2.0
     down: float = 1.0
-    most: int = 20
+    max_depth: int = 20
     name: str = "heuristic"
 
     @staticmethod
@@ -99,7 +99,7 @@ class Heuristic(Policy):
         start: Annotated[float, Number(1)] = 5.0,
         up: Annotated[float, Number(0)] = 2.0,
         down: Annotated[float, Number(0)] = 1.0,
-        most: TreeDepth = 20,
+        max_depth: TreeDepth = 20,
     ) -> Heuristic:
         """Check the options.
 
@@ -107,19 +107,19 @@ class Heuristic(Policy):
             start: first depth; the proposer's own depth is an upper bound (set proposer.depth high enough).
             up: levels added after a draft that was wholly accepted.
             down: levels subtracted after any other draft.
-            most: largest depth.
+            max_depth: largest depth.
 
         Raises:
             ValueError: a wrong one; names it.
         """
-        if start > most:
-            raise WrongOption(f"start must be at most most={most}, not {start}")
-        return Heuristic(start, up, down, most)
+        if start > max_depth:
+            raise WrongOption(f"start must be at most max_depth={max_depth}, not {start}")
+        return Heuristic(start, up, down, max_depth)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"start": self.start, "up": self.up, "down": self.down, "most": self.most}
+        return {"start": self.start, "up": self.up, "down": self.down, "max_depth": self.max_depth}
 
     def init(self, request: Request) -> Depth:
         """See ``Policy``."""
@@ -134,8 +134,8 @@ class Heuristic(Policy):
         for outcome in outcomes:
             if outcome.drafted:
                 step = self.up if outcome.accepted >= outcome.drafted else -self.down
-                outcome.state.value = min(max(1.0, outcome.state.value + step), float(self.most))
+                outcome.state.value = min(max(1.0, outcome.state.value + step), float(self.max_depth))
 
     def toy(self) -> Heuristic:
         """See ``Policy``. It begins with two levels: toys have trees of one to three."""
-        return replace(self, start=2.0, most=3)
+        return replace(self, start=2.0, max_depth=3)

@@ -44,23 +44,23 @@ class SharedResponses:
 
     Args:
         index: of the responses.
-        most: maximum number of tokens.
+        max_tokens: maximum number of tokens.
         learns: whether responses are added.
         version: changes with what is known.
     """
 
     index: SuffixIndex
-    most: int
+    max_tokens: int
     learns: bool = True
     version: int = 0
 
     def learn(self, response: Sequence[int]) -> None:
-        """Add a response, or its last ``most`` tokens; forget the oldest ones that no longer fit."""
+        """Add a response, or its last ``max_tokens`` tokens; forget the oldest ones that no longer fit."""
         if not self.learns or not response:
             return
         self.version += 1
-        self.index.add(response[-self.most :])
-        while sum(self.index.documents) > self.most:
+        self.index.add(response[-self.max_tokens :])
+        while sum(self.index.documents) > self.max_tokens:
             self.index.drop()
 
     def forget(self) -> None:
@@ -200,7 +200,7 @@ class Suffix(Proposer):
     @property
     def shared_store(self) -> str:
         """What requests share."""
-        return f"the last {self.shared.most} tokens of the responses of finished requests" if self.shared else ""
+        return f"the last {self.shared.max_tokens} tokens of the responses of finished requests" if self.shared else ""
 
     def forget(self) -> None:
         """Forget the responses."""

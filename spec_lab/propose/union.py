@@ -69,12 +69,12 @@ class Union(Hybrid):
 
     Args:
         parts: at most one of them samples.
-        most: nodes of a tree, rows that are computed only left out; points beyond are dropped, the last part's first.
+        max_nodes: of a tree, rows that are computed only left out; points beyond are dropped, the last part's first.
         exclude: whether sampled nodes leave the points at their root out.
     """
 
     parts: Mapping[str, Proposer]
-    most: int
+    max_nodes: int
     exclude: bool = True
     name: str = "union"
     branches = True  # two parts may begin differently
@@ -104,11 +104,11 @@ class Union(Hybrid):
                 "but one of them draft deterministic tokens (drawn=point)"
             )
         all_nodes = sum(part.nodes for part in parts.values())
-        most = all_nodes if nodes is None else nodes
+        max_nodes = all_nodes if nodes is None else nodes
         for name, part in sampled.items():
-            if part.nodes > most:
-                raise WrongOption(f"nodes is {most}, but part {name} samples {part.nodes}, which all must stay")
-        return Union(dict(parts), most, exclude)
+            if part.nodes > max_nodes:
+                raise WrongOption(f"nodes is {max_nodes}, but part {name} samples {part.nodes}, which all must stay")
+        return Union(dict(parts), max_nodes, exclude)
 
     @property
     def nodes(self) -> int:
@@ -118,12 +118,12 @@ class Union(Hybrid):
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"nodes": self.most, "exclude": self.exclude, "parts": self.part_facts}
+        return {"nodes": self.max_nodes, "exclude": self.exclude, "parts": self.part_facts}
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Union:
         """See ``Proposer``."""
         parts = self.toy_parts(target, draft, tree)
-        return replace(self, parts=parts, most=max(self.most, *(part.nodes for part in parts.values())))
+        return replace(self, parts=parts, max_nodes=max(self.max_nodes, *(part.nodes for part in parts.values())))
 
     def propose(self, batch: Batch) -> Draft:
         """Draft the points of all parts, then the sampled nodes."""
@@ -185,7 +185,7 @@ class Union(Hybrid):
                 drafted = shape.trees[tree][1:] - shape.roots if shape.nodes else np.empty(0, dtype=np.int64)
                 above = shape.parent[drafted]
                 parent = np.where(above < shape.roots, 0, shape.places[above] + 1) if len(drafted) else drafted
-                nodes[n].append(trie.add(parent.tolist(), token[drafted].tolist(), self.most - reserved))
+                nodes[n].append(trie.add(parent.tolist(), token[drafted].tolist(), self.max_nodes - reserved))
             tries.append(trie)
         return tries, nodes
 

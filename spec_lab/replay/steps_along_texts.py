@@ -41,7 +41,7 @@ from spec_lab.replay.recorded_steps import Sums
 from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
 from spec_lab.replay.subtrees import UNLIMITED, Subtree, check_not_cut
 from spec_lab.verify import KSeq, Match, Token, Verifier
-from spec_lab.verify.kseq import least_rho
+from spec_lab.verify.kseq import min_rho
 
 EVERY = "record every position: task=verifier_study task.every=1 record=replay"
 
@@ -416,4 +416,4 @@ def _rho(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:  # [n]
     q_row = np.append(np.arange(len(p)), np.full(shape.nodes, -1))
     draft = Draft(shape, token, "iid", torch.from_numpy(q), q_row)
     rows = torch.from_numpy(np.concatenate([p, np.zeros((shape.nodes, p.shape[1]))]))
-    return np.asarray(least_rho(draft, rows))[: len(p)]
+    return np.asarray(min_rho(draft, rows))[: len(p)]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 TABLES = {"rounds": "forwards"}
-COLUMNS = {"round": "forward"}
+COLUMNS = {"round": "forward", "least_seconds": "lower_bound_seconds"}
 FIGURES = {"rounds": "steps"}
 """Entries of a summary."""
 

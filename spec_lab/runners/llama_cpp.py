@@ -55,7 +55,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
     def __init__(self, model: Model, settings: LlamaSettings | None = None, work: ForwardWork | None = None) -> None:
         super().__init__(model, settings, work)
         self.sequences: set[LlamaSequence] = set()
-        self._least = 2 if model.window else 1  # ids of a sequence
+        self._min_ids = 2 if model.window else 1  # ids of a sequence
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
         abilities: frozenset[Ability] = frozenset({"shared_prefix", "copied_prefix"})
-        return Capabilities(self.model.layers, MAX_IDS // self._least, MAX_IDS, abilities)
+        return Capabilities(self.model.layers, MAX_IDS // self._min_ids, MAX_IDS, abilities)
 
     def open(self, reserve: int = 0) -> LlamaSequence:
         """An empty sequence that will have about ``reserve`` tokens.
@@ -77,7 +77,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         sequence = LlamaSequence(self, [self._take(())], reserve)
         self.sequences.add(sequence)
         try:
-            while len(sequence.ids) < self._least:
+            while len(sequence.ids) < self._min_ids:
                 sequence.ids.append(self._take([sequence], [1]))
                 sequence.shared.append(0)
         except ValueError:
@@ -180,7 +180,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         plan = self._plan(shape) if shape.nodes else None
         every = [*sequences, *(sequence for sequence, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
-        paths = [self._least] * len(every) if plan is None else plan.widths + [self._least] * len(prefill)
+        paths = [self._min_ids] * len(every) if plan is None else plan.widths + [self._min_ids] * len(prefill)
         rows = sum(map(len, tokens)) + shape.nodes
         self._reserve(every, paths, rows)
         for sequence, count in zip(every, paths, strict=True):
@@ -233,7 +233,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
                 sequence.held = Paths() if sequence.held is None else sequence.held.copy()
             new.append(sequence.held.add((node, parent) for _, node, parent in tree_nodes))
             every.append(sequence)
-            counts.append(max(self._least, len(sequence.held.paths)))
+            counts.append(max(self._min_ids, len(sequence.held.paths)))
         self._reserve(every, counts, count)
         context, begins, ids = self.context, {}, []
         for tree, sequence, width, (paths, begun) in zip(dict.fromkeys(trees), every, counts, new, strict=True):
@@ -268,7 +268,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         if shape not in self._plans:
             if len(self._plans) >= MAX_SHAPES:
                 self._plans.clear()
-            self._plans[shape] = ForestIds.of(shape, self._least)
+            self._plans[shape] = ForestIds.of(shape, self._min_ids)
         return self._plans[shape]
 
     def _arrange(
@@ -295,7 +295,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         ids = np.array([number for numbers in roots for number in numbers], dtype=np.int32)[plan.paths]
         counts, begins = plan.counts, plan.starts
         if first:
-            carried = [*roots, *(sequence.ids[: self._least] for sequence in every[trees:])]
+            carried = [*roots, *(sequence.ids[: self._min_ids] for sequence in every[trees:])]
             more = np.repeat([len(numbers) for numbers in carried], before)
             ids = np.concatenate([*(np.tile(numbers, n) for numbers, n in zip(carried, before, strict=True)), ids])
             counts = np.concatenate([more, counts])
@@ -365,7 +365,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
             needed = dict(zip(every, paths, strict=True))
             for sequence in self.sequences:
                 if sequence.held is None or sequence in needed:
-                    sequence.release(max(self._least, needed.get(sequence, 1)))
+                    sequence.release(max(self._min_ids, needed.get(sequence, 1)))
         while not self.context.has_ids and (kept := self._oldest_kept()) is not None:
             kept.close()
         number = self.context.take_id()

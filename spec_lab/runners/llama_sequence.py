@@ -89,8 +89,8 @@ class ForestIds:
     nodes: list[np.ndarray]
 
     @staticmethod
-    def of(shape: Shape, least: int = 1) -> ForestIds:
-        """The ids of a shape, at least ``least`` for each tree."""
+    def of(shape: Shape, min_ids: int = 1) -> ForestIds:
+        """The ids of a shape, at least ``min_ids`` for each tree."""
         trees, widths, first = [], [], 0
         ids_of: list[list[int]] = [[] for _ in range(shape.rows)]
         nodes = [rows[1:] - shape.roots for rows in shape.trees]
@@ -103,7 +103,7 @@ class ForestIds:
                 ids_of[shape.roots + node] = [first + number for number in numbers]
             paths.fixed = True
             trees.append(paths)
-            widths.append(max(least, len(paths.paths)))
+            widths.append(max(min_ids, len(paths.paths)))
             ids_of[root] = list(range(first, first + widths[-1]))
             first += widths[-1]
         flat = [number for numbers in ids_of for number in numbers]

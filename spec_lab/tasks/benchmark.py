@@ -29,7 +29,7 @@ from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
-from spec_lab.decode.capacity import most_at_once
+from spec_lab.decode.capacity import max_at_once
 from spec_lab.propose import Null
 from spec_lab.replay.bounds import ArmBounds, for_summary
 from spec_lab.results.result import Result
@@ -86,7 +86,7 @@ def run(
     """
     console = console or Console(quiet=settings.overrides is not None, markup=False)
     check_repeats(repeat_disturbed, lab, settings)
-    settings = settings.with_record(lab.most_tokens(settings))
+    settings = settings.with_record(lab.max_tokens(settings))
     arms, turns = lab.arms(settings), lab.first_turns(settings)
     if history == BASELINE and BASELINE not in arms:
         raise WrongOption("history=baseline requires the baseline's answers: set baseline=true")
@@ -218,7 +218,7 @@ def _waiting(arms: Mapping[str, GroupDecoder], size: int) -> Iterator[str]:
     for name, arm in arms.items():
         if not isinstance(arm, Loop):
             continue
-        most, leaves = most_at_once(arm.proposer, arm.target), arm.target.lm.capabilities.leaves
+        most, leaves = max_at_once(arm.proposer, arm.target), arm.target.lm.capabilities.leaves
         if most is not None and most < size:
             yield (
                 f"{name}: {most} of {size} requests are decoded at once, the others wait, since a draft tree may have "

@@ -182,7 +182,7 @@ def engine_with_events(lab: Lab, settings: Settings, prefix_cache: PrefixCache |
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
     arm = replace(lab.arm(settings, lab.proposer, lab.verifier), record=Recording(), prefix_cache=prefix_cache)
     requests = [replace(request, logprobs=True) for request in lab.requests(settings)]
-    kept = settings.prefix_cache if prefix_cache is None else prefix_cache.most_tokens
+    kept = settings.prefix_cache if prefix_cache is None else prefix_cache.max_tokens
     check_memory(lab, replace(settings, prefix_cache=kept), [len(request.tokens) for request in requests])
     return fixed_group(arm, requests, listen=True)
 

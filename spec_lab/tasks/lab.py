@@ -184,7 +184,7 @@ class Lab:
         proposer.check_sampling(self.sampling)
         return made
 
-    def most_tokens(self, settings: Settings) -> int:
+    def max_tokens(self, settings: Settings) -> int:
         """Most tokens that the arms of this project's loop emit in a benchmark: answers times arms times the limit."""
         arms = (not isinstance(self.proposer, Null)) + len(self.more_proposers) + settings.baseline
         return sum(prompt.turns for prompt in self.prompts) * max(1, arms) * settings.max_new_tokens

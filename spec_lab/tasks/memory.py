@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_lab.core import memory
 from spec_lab.core.memory import readable
-from spec_lab.decode.capacity import most_cells, most_rows
+from spec_lab.decode.capacity import max_cells, max_rows
 from spec_lab.decode.proposer import Proposer
 from spec_lab.propose.null import Null
 from spec_lab.runners.memory_need import Decoding, MemoryNeed, ModelMemory, need, what_fits
@@ -61,8 +61,8 @@ def _decoding(lab: Lab, settings: Settings, prompts: Sequence[int]) -> Decoding:
         batch_size=settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         context=lab.target.context,
-        rows=max(most_rows(proposer, forces) for proposer in every),
-        cells=max(most_cells(proposer, forces) for proposer in every),
+        rows=max(max_rows(proposer, forces) for proposer in every),
+        cells=max(max_cells(proposer, forces) for proposer in every),
         prefix_cache=max(arms, 1) * (settings.prefix_cache or 0),
         states=max(_states(proposer.requires.hidden, lab.target.lm.capabilities.hidden_layers) for proposer in every),
     )

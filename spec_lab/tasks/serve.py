@@ -63,12 +63,12 @@ SERVED = {
 """One row for each request and arm, whatever number of sequences its constraint forked it into."""
 
 ROOFLINE = {
-    "least_seconds": (
+    "lower_bound_seconds": (
         _REAL,
         "least seconds of the target's forwards on this machine (core.roofline), of the steps that computed no part of "
         "a prompt, each multiplied by the share of its computed tokens that belong to this request",
     ),
-    "read_seconds": (_REAL, "of least_seconds, those of steps that reading bounds; computing bounds the others"),
+    "read_seconds": (_REAL, "of lower_bound_seconds, those of steps that reading bounds; computing bounds the others"),
     "forward_seconds": (_REAL, "seconds inside the target's module calls of these steps, likewise"),
 }
 """Optional columns: not in older runs, and not where the runner does not state its work."""
@@ -383,7 +383,7 @@ def _add_roofline(rows: Mapping[int, dict[str, Any]], infos: Sequence[StepInfo],
         nodes = info.draft.acceptable_nodes + info.draft.computed_only_nodes
         (read,), (compute,) = roofline.seconds(np.zeros(len(nodes)), info.context, info.pending, nodes)
         columns = {
-            "least_seconds": max(read, compute),
+            "lower_bound_seconds": max(read, compute),
             "read_seconds": read if read >= compute else 0.0,
             "forward_seconds": info.seconds()["target_forward"],
         }

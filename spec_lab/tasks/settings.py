@@ -96,15 +96,15 @@ class Settings:
         """Whether the table ``steps`` keeps every drafted token with its probabilities."""
         return self.record in ("drafts", "replay")
 
-    def with_record(self, most_tokens: int) -> Settings:
+    def with_record(self, max_tokens: int) -> Settings:
         """Return the settings with ``record="auto"`` decided by what is known before the run.
 
         Args:
-            most_tokens: most tokens that all arms of the run emit.
+            max_tokens: most tokens that all arms of the run emit.
         """
         if self.record != "auto":
             return self
-        return replace(self, record="drafts" if most_tokens <= SMALL_RUN else "none")
+        return replace(self, record="drafts" if max_tokens <= SMALL_RUN else "none")
 
     def use_threads(self) -> None:
         """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine

@@ -44,7 +44,7 @@ class KSeq(Verifier):
         if not draft.shape.nodes:
             return walk(draft, p)
         siblings = Siblings(draft, p)
-        arrays, q_token, rho = siblings.arrays, siblings.q_token(), least_rho(draft, p)
+        arrays, q_token, rho = siblings.arrays, siblings.q_token(), min_rho(draft, p)
         rho_q = rho[siblings.shape.parent] * arrays.at_least(q_token, TINY)
         accept = arrays.at_most(siblings.p_token() / rho_q, 1.0)
         return Verdict(siblings.first_accepted(accept), lambda rows: siblings.excess(rows, rho))
@@ -55,7 +55,7 @@ STEPS, NEWTON = 20, 12
 CPU, which sees it, needed at most 17 and 10 over 4000 random p and q of 3 to 5000 tokens and 2 to 12 siblings."""
 
 
-def least_rho(draft: Draft, p: Tensor) -> Array:
+def min_rho(draft: Draft, p: Tensor) -> Array:
     """``[R]`` float64: the least rho that is lossless at each row with children; 0 where nothing was drawn.
 
     Let d = 1 - beta = sum (q - p / rho)+, so that rho is sought where 1 + d + .. + d^(k-1) = rho. With T = {rho q > p}

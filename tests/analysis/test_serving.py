@@ -43,12 +43,12 @@ def test_the_share_of_the_roofline_is_a_ratio_of_sums_over_requests():
     rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.5, 2), ("a", 1, 0.0, 0.0, 1.0, 4.0, 2))
     older = summarise(rows, ["a"], 1, 1)["a"]
     assert np.isnan(older["roofline_share"]["mean"]) and np.isnan(older["memory_bound_share"])
-    least = {"least_seconds": [1.0, 1.0, 2.0], "read_seconds": [1.0, 0.0, 2.0]}
+    least = {"lower_bound_seconds": [1.0, 1.0, 2.0], "read_seconds": [1.0, 0.0, 2.0]}
     measured = rows.assign(**least, forward_seconds=[2.0, 4.0, 10.0])
     figures = summarise(measured, ["a"], 1, 1)["a"]
     assert figures["roofline_share"]["mean"] == 4 / 16 and np.isnan(figures["roofline_share"]["low"]), "two segments"
     assert figures["memory_bound_share"] == 3 / 4
-    mixed = summarise(measured.assign(least_seconds=[1.0, None, None]), ["a"], 1, 1)["a"]
+    mixed = summarise(measured.assign(lower_bound_seconds=[1.0, None, None]), ["a"], 1, 1)["a"]
     assert mixed["roofline_share"]["mean"] == 0.5, "segments that an older version served are left out"
 
 

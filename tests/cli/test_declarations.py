@@ -113,7 +113,7 @@ def test_the_source_declares_what_python_sees(group, target, arguments):
         ({"constraint": {"_target_": "spec_lab.constrain.load.regex", "draft_budget": "5 ms"}},
          "constraint.draft_budget must be a whole number of 0 or more, a time such as 200us, or null, not '5 ms'"),
         ({"constraint": {"_target_": "spec_lab.constrain.controllers.template.load", "parts": [None]}},
-         "constraint.parts[0] must be a text or {most: TOKENS, stop: TEXT}, not null"),
+         "constraint.parts[0] must be a text or {max_tokens: TOKENS, stop: TEXT}, not null"),
         ({"constraint": {"_target_": "spec_lab.constrain.load.lark", "engine": "xgrammar"}},
          "constraint.engine must be one of llguidance, not 'xgrammar'"),
         ({"sampling": {"_target_": "spec_lab.core.probabilities.Sampling", "repetition_penalty": True}},

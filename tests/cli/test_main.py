@@ -109,7 +109,7 @@ GIVEN_BY_USERS = {
     "controller_banned": ['constraint.strings=["x"]'],
     "controller_choices": ['constraint.choices=["a","b"]'],
     "controller_pattern": ['constraint.pattern="a+"'],
-    "controller_template": ['constraint.parts=["a",{most: 2},"b"]'],
+    "controller_template": ['constraint.parts=["a",{max_tokens: 2},"b"]'],
     "json_schema": ["constraint.schema={type: integer}"],
     "lark": ["constraint.grammar='start: \"a\"'"],
     "regex": ['constraint.pattern="a+"'],
@@ -378,7 +378,7 @@ def test_version_is_that_of_the_package(cli):
     ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
     ("heal=true", "token_healing"), ("constraint.beside=true", "constraint.async_masks"), ("prompt=x", "task.prompt"),
     ("objective=tau", "hydra.sweeper.objective"), ("task.turns=2", "task.repeats"),
-    ("task.rounds=2", "task.steps"),
+    ("task.rounds=2", "task.steps"), ("policy.most=2", "policy.max_depth"),
 ])  # fmt: skip
 def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, option, new):
     for many in ([], ["--multirun"]):
@@ -499,7 +499,7 @@ def test_decisions_of_a_policy_are_written_and_repeated_by_another_run(cli, tiny
     assert {decision["depth"] for decision in decisions} > {1}
     assert first.loc[first["arm"] == "baseline", "policy"].isna().all()
     assert json.loads((tmp_path / "first" / "manifest.json").read_text())["proposers"]["speculative"]["policy"] == {
-        "name": "heuristic", "start": 1.0, "up": 2.0, "down": 1.0, "most": 20,
+        "name": "heuristic", "start": 1.0, "up": 2.0, "down": 1.0, "max_depth": 20,
     }  # fmt: skip
     decided = json.loads((tmp_path / "first" / "summary.json").read_text())["arms"]["speculative"]["decisions"]
     counts = Counter(decision["depth"] for decision in decisions[~first.loc[first["arm"] == "speculative", "prefill"]])

@@ -75,7 +75,7 @@ MADE = {
     "candidates": lambda: candidates.load(LETTERS, 3),
     "banned": lambda: banned.load(LETTERS, ["a", "in", "\n", "er", "c"]),
     "template": lambda: template.load(
-        LETTERS, ["Na: ", {"most": 6, "stop": "e"}, "\nA: ", {"most": 3}, "\n", {"most": 4}]
+        LETTERS, ["Na: ", {"max_tokens": 6, "stop": "e"}, "\nA: ", {"max_tokens": 3}, "\n", {"max_tokens": 4}]
     ),
 }
 
@@ -197,7 +197,9 @@ def test_banned_strings_do_not_appear(target):
 
 @pytest.mark.parametrize("proposer", [Null(), draft_model(), Ngram(4, 3, 1)], ids=["alone", "drafted", "ngram"])
 def test_a_template_is_filled_in(target, proposer):
-    form = template.load(LETTERS, ["Na: ", {"most": 5, "stop": "r"}, "\nA: ", {"most": 2}, ".", {"most": 4}])
+    form = template.load(
+        LETTERS, ["Na: ", {"max_tokens": 5, "stop": "r"}, "\nA: ", {"max_tokens": 2}, ".", {"max_tokens": 4}]
+    )
     ended_early = 0
     for seed in range(4):
         group = play(target, form, proposer, WARM, new=60, seed=seed)
@@ -239,8 +241,9 @@ def test_text_before_the_stop_inside_a_token_is_written_again():
         (lambda: candidates.load(LETTERS, by="best"), r"by .*sum, mean"),
         (lambda: banned.load(LETTERS, []), r"strings .*empty"),
         (lambda: template.load(LETTERS, ["a", {"stop": "b"}]), r"parts\[1\] "),
-        (lambda: template.load(LETTERS, [{"most": 0}]), r"parts\[0\]\.most "),
-        (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"parts\[0\]\.stop "),
+        (lambda: template.load(LETTERS, [{"most": 1}]), r"parts\[0\]\.most is now called parts\[0\]\.max_tokens"),
+        (lambda: template.load(LETTERS, [{"max_tokens": 0}]), r"parts\[0\]\.max_tokens "),
+        (lambda: template.load(LETTERS, [{"max_tokens": 1, "stop": ""}]), r"parts\[0\]\.stop "),
     ],
 )
 def test_invalid_options_are_refused_by_name(load, message):

@@ -97,4 +97,4 @@ def test_rows_and_cells_follow_from_the_proposer_and_a_constraint_that_forces_to
         return an_arm(draft_model("1x1"), applied=AppliedConstraint(table, placement, fast_forward=True))
 
     plain, more = draft_model("1x1").nodes, draft_model("1x1").forced_nodes
-    assert more > 0 and (forced("both").most_rows, forced("target").most_rows) == (plain + more, plain)
+    assert more > 0 and (forced("both").max_rows, forced("target").max_rows) == (plain + more, plain)

@@ -64,7 +64,7 @@ PROPOSERS = {
 def test_a_prefix_cache_changes_no_token_and_frees_every_cell(name, limits, window):
     make, verifier, sampling = PROPOSERS[name]
     outputs, reused = [], []
-    for prefixes in (None, PrefixCache(4096, least=1)):
+    for prefixes in (None, PrefixCache(4096, min_tokens=1)):
         lm = runner(window)
         target = Target(lm, None, "fake", 60, "", 0.0)
         engine = Engine(Arm(target, make(), verifier, CounterDraws(0), prefix_cache=prefixes), limits=limits)

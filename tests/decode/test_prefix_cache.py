@@ -51,7 +51,7 @@ def wanted(sampling=COLD):
 
 
 def cache(tokens=4096):
-    return PrefixCache(tokens, least=1)
+    return PrefixCache(tokens, min_tokens=1)
 
 
 def decode(target, proposer, requests, verifier=None, applied=None, limits=None, prefixes=None):

@@ -209,7 +209,7 @@ def union(target):
 
 def adaptive(target):
     """A draft model's chain under a policy of depths."""
-    return adapt(shared(target), Heuristic(1.0, most=2))
+    return adapt(shared(target), Heuristic(1.0, max_depth=2))
 
 
 def stopped(target):

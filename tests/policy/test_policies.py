@@ -59,7 +59,7 @@ def test_a_fixed_depth_is_the_same_in_every_step():
 
 
 def test_the_heuristic_adds_two_after_a_draft_that_was_wholly_accepted_and_subtracts_one_after_another():
-    policy = Heuristic.load(None, None, start=5, most=8)
+    policy = Heuristic.load(None, None, start=5, max_depth=8)
     state, depths = policy.init(None), []
     for accepted in (5, 3, 9, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0):
         (limit,) = play(policy, [state], [accepted])
@@ -300,7 +300,7 @@ def test_thompson_sampling_is_keyed_by_the_seed_of_the_run():
 @pytest.mark.parametrize(
     ("load", "options", "named"),
     [
-        (Heuristic, {"start": 30}, "start must be at most most=20"),
+        (Heuristic, {"start": 30}, "start must be at most max_depth=20"),
         (Threshold, {"rule": "svip", "threshold": 0.2, "adapt": True}, "^adapt: "),
         (Threshold, {"rule": "confidence", "threshold": 0.2, "factor": 1.0}, "^factor is"),
         (Goodput, {"depth": 4, "stop": "svip"}, "^threshold is that of stop"),

@@ -12,7 +12,7 @@ from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.propose import Null
-from spec_lab.results import schema, writer
+from spec_lab.results import old_names, schema, writer
 from spec_lab.results.writer import Recorder, load
 from spec_lab.tasks.lab import Loop
 from spec_lab.text.chat_template import ChatTemplate
@@ -157,6 +157,12 @@ def under_old_names(folder: Path) -> None:
         names = ["round" if name == "forward" else name for name in table.column_names]
         file.unlink()
         pq.write_table(table.rename_columns(names), file.parent / file.name.replace("forwards", "rounds"))
+
+
+def test_columns_of_older_versions_have_their_names_of_today():
+    assert old_names.with_columns(pa.table({"round": [1], "least_seconds": [0.5]})).column_names == [
+        "forward", "lower_bound_seconds",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("gathered", [False, True])

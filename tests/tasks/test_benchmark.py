@@ -470,5 +470,5 @@ def test_where_the_runner_does_not_state_its_work_the_share_is_unknown(tmp_path,
 def test_a_small_run_records_its_drafts_by_itself(tmp_path, new, drafts):
     """Five prompts and two arms."""
     auto = settings(tmp_path, record="auto", max_new_tokens=new)
-    assert auto.with_record(lab().most_tokens(auto)).recording.drafts is drafts and not auto.recording.drafts
+    assert auto.with_record(lab().max_tokens(auto)).recording.drafts is drafts and not auto.recording.drafts
     assert settings(tmp_path, record="none").with_record(0).record == "none"

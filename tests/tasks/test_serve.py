@@ -114,8 +114,10 @@ def test_least_seconds_are_of_the_steps_without_a_part_of_a_prompt(time, plain):
     roofline = Roofline(ForwardWork(1, 0, 0, ()), limits)
     first, two = serve_segment(plain, requests([6, 4]), [0.0, 1.5], Limits(), roofline, time, time.sleep)
     assert [info.prefill for info in time.infos] == [[True], [False], [False, True], *[[False, False]] * 3]
-    assert columns([first, two], "least_seconds") == [(1 + 3 / 2,), (3 / 2,)], "divided among those who shared a step"
-    assert first["read_seconds"] == first["least_seconds"]
+    assert columns([first, two], "lower_bound_seconds") == [(1 + 3 / 2,), (3 / 2,)], (
+        "divided among those who shared a step"
+    )
+    assert first["read_seconds"] == first["lower_bound_seconds"]
     forwards = [time.infos[number].seconds()["target_forward"] for number in (1, 3, 4, 5)]
     assert first["forward_seconds"] + two["forward_seconds"] == pytest.approx(sum(forwards))
 
@@ -280,7 +282,7 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
         "repeat": [*range(7)], "baseline": [*range(7)],
     }  # fmt: skip
     assert (rows["segment"] == rows["request"] // 2).all()
-    assert (rows["read_seconds"] <= rows["least_seconds"]).all() and (rows["forward_seconds"] >= 0).all()
+    assert (rows["read_seconds"] <= rows["lower_bound_seconds"]).all() and (rows["forward_seconds"] >= 0).all()
     first = rows[rows["order"] == 0].groupby("segment")["arm"].first()
     assert first.tolist() == ["repeat", "baseline", "repeat", "baseline"]
     assert (rows["tokens"] == 4).all() and set(rows["finish"]) == {"length"}

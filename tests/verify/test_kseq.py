@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.verify import KSeq, Token, Verdict, arrays
-from spec_lab.verify.kseq import least_rho
+from spec_lab.verify.kseq import min_rho
 from tests.distributions import twin_zoo
 from tests.distributions.tabular import Outputs, Verify, World
 from tests.distributions.test_closed_forms import WORLDS as MORE_WORLDS
@@ -34,7 +34,7 @@ FIRST = {k: np.array([0] + [-1] * k) for k in range(1, 40)}
 
 
 def rho_of(p: np.ndarray, q: np.ndarray, k: int) -> float:
-    return float(least_rho(*siblings(p, q, k))[0])
+    return float(min_rho(*siblings(p, q, k))[0])
 
 
 @st.composite
@@ -60,10 +60,10 @@ def test_on_a_device_rho_is_that_of_the_cpu_to_rounding(monkeypatch):
         cases.append(siblings(random_distribution(rng, 9, "generic"), random_distribution(rng, 9, "peaked"), k))
     for k in (3, 5, 6, 7):  # q is above p wherever it is positive: the first root is the last
         cases.append(siblings(np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.6, 0.0, 0.0]), k))
-    expected = [float(least_rho(*case)[0]) for case in cases]
+    expected = [float(min_rho(*case)[0]) for case in cases]
     assert expected[-4] == pytest.approx((1 - 0.7) / (1 - 0.7 ** (1 / 3)), rel=1e-15)
     monkeypatch.setattr(arrays, "on_host", lambda x: False)
-    rhos = [least_rho(*case)[0] for case in cases]
+    rhos = [min_rho(*case)[0] for case in cases]
     assert all(isinstance(rho, torch.Tensor) and rho.dtype == torch.float64 for rho in rhos)
     np.testing.assert_allclose([float(rho) for rho in rhos], expected, rtol=1e-14, atol=0)
 
@@ -104,7 +104,7 @@ def test_rho_is_safe_and_the_least_that_is(pair, k):
 @given(case=drafts(("iid",)))
 def test_with_the_same_rho_the_distribution_is_the_paper_s_to_rounding(case):
     draft, p = case
-    rho = iter(least_rho(draft, p)[[row for root in range(draft.shape.roots) for row in top_down(draft, root)]])
+    rho = iter(min_rho(draft, p)[[row for root in range(draft.shape.roots) for row in top_down(draft, root)]])
     stop, emit = twin_zoo.kseq(draft, p.numpy(), lambda *_: next(rho))
     verdict = KSeq()(draft, p)
     np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)
@@ -121,7 +121,7 @@ def top_down(draft: Draft, row: int) -> list[int]:
 @given(case=drafts(("iid",), chains=True))
 def test_on_chains_k_seq_equals_token(case):
     draft, p = case
-    assert (least_rho(draft, p) == [1.0] * draft.shape.nodes + [0.0]).all()
+    assert (min_rho(draft, p) == [1.0] * draft.shape.nodes + [0.0]).all()
     mine, other = KSeq()(draft, p), Token()(draft, p)
     np.testing.assert_allclose(mine.stop, other.stop, rtol=0, atol=1e-15)
     np.testing.assert_allclose(joint(draft, mine), joint(draft, other), rtol=0, atol=1e-15)
@@ -133,7 +133,7 @@ def test_rows_may_have_different_numbers_of_children():
     p, q = World(4, plain=True).p(()), World(4, plain=True).q(())
     token = torch.full((6,), int(q.argmax()))
     draft = Draft(shape, token, "iid", torch.tensor(np.tile(q, (3, 1))), np.array([0, 1, 2, -1, -1, -1, -1]))
-    rho = least_rho(draft, torch.tensor(np.tile(p, (7, 1))))
+    rho = min_rho(draft, torch.tensor(np.tile(p, (7, 1))))
     assert rho == pytest.approx([bisected(p, q, 3), 1.0, bisected(p, q, 2), 0, 0, 0, 0], abs=1e-9)
     assert len({round(r, 3) for r in rho}) == 4
 
@@ -197,7 +197,7 @@ def test_in_single_precision_the_target_s_own_drafts_are_fully_accepted():
 @pytest.mark.parametrize("noise", [1e-3, 0.1, 1.0, 5.0])
 def test_in_single_precision_rho_is_safe_to_its_last_digits(noise):
     draft, p = wide(noise)
-    rho = least_rho(draft, p)
+    rho = min_rho(draft, p)
     for row in np.unique(draft.shape.parent):
         pair = p[row].double().numpy(), draft.q[draft.q_row[row]].double().numpy()
         pair = pair[0] / pair[0].sum(), pair[1] / pair[1].sum()
@@ -209,6 +209,6 @@ def test_rejected_drafts_emit_from_the_residual():
     """k = 2, p = (0, 1), q = (3/4, 1/4): rho = 1.75, token 1 is always accepted, token 0 never; then 1 is emitted."""
     draft, p = siblings(np.array([0.0, 1.0]), np.array([0.75, 0.25]), 2)
     verdict = KSeq()(draft, p)
-    assert least_rho(draft, p)[0] == pytest.approx(1.75, abs=1e-12)
+    assert min_rho(draft, p)[0] == pytest.approx(1.75, abs=1e-12)
     assert verdict.stop.tolist() == [1.0, 0.0, 0.0]
     assert verdict.residual(np.array([0])).tolist() == [[0.0, pytest.approx(0.5625)]]

@@ -12,7 +12,7 @@ from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.tasks.certify.enumeration import explore
 from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Token, Traversal, Typical, choose, kseq, longest_path
 from spec_lab.verify import cascade as cascade_module
-from spec_lab.verify.kseq import least_rho
+from spec_lab.verify.kseq import min_rho
 from tests.distributions import twin, twin_zoo
 from tests.verify.test_twins import PAIRS, alone, drafts, joint
 
@@ -108,7 +108,7 @@ def draws_from_target(draft, p):
 
 def lossless_and_best(draft, p):
     """K-SEQ's condition 1 + d + .. + d^(k-1) <= rho, d = 1 - beta, and the acceptance 1 - d^k of the least rho."""
-    rho, precise = least_rho(draft, p), least_rho(draft, p.double())
+    rho, precise = min_rho(draft, p), min_rho(draft, p.double())
     for row in np.flatnonzero(draft.shape.count):
         k, q = int(draft.shape.count[row]), draft.q[draft.q_row[row]].double()
         d, best = (1 - float(torch.minimum(q, p[row].double() / tried_rho[row]).sum()) for tried_rho in (rho, precise))

@@ -15,6 +15,7 @@ from spec_lab.analysis.serving import PERCENTILES, latencies, serving_verdict
 from spec_lab.analysis.text import cache_notes, kv_notes, verdict_line
 from spec_lab.core.files import Unreadable
 from spec_lab.core.tables import read_table
+from spec_lab.results.old_names import with_columns
 from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run
 
 TIMES = {"mean": REAL, **{f"p{percent}": REAL for percent in PERCENTILES}}
@@ -89,7 +90,7 @@ def _rows(folder: Path) -> pd.DataFrame:
     """
     file = folder / "served.parquet"
     try:
-        rows = read_table(file).to_pandas().astype(COLUMNS)
+        rows = with_columns(read_table(file)).to_pandas().astype(COLUMNS)
         broken = rows.loc[rows["error"] != "", "segment"].unique()
         return rows.loc[~rows["segment"].isin(broken), [*COLUMNS, *[OTHER] * (OTHER in rows)]]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

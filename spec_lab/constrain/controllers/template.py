@@ -2,7 +2,7 @@ r"""A template: fixed texts, and between them free parts that the model writes.
 
 A part is a text, or a mapping: ``most``, the maximum number of tokens of a free part, and optionally ``stop``, a string
 that ends it earlier. The stop string is not part of the output, so the next text repeats it if necessary: ``["Name: ",
-{most: 20, stop: "\n"}, "\nAge: ", {most: 3}]``. A token that ends texts can only end the last part.
+{max_tokens: 20, stop: "\n"}, "\nAge: ", {max_tokens: 3}]``. A token that ends texts can only end the last part.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class TemplateController:
 @checked
 def load(
     vocabulary: Vocabulary,
-    parts: Sequence[str | Annotated[Mapping[str, object], Form("{most: TOKENS, stop: TEXT}")]],
+    parts: Sequence[str | Annotated[Mapping[str, object], Form("{max_tokens: TOKENS, stop: TEXT}")]],
 ) -> ControllerConstraint:
     r"""Return a constraint by which the output is ``parts``, with the free parts filled in.
 
     Args:
         vocabulary: the target's.
-        parts: texts, and free parts of at most so many tokens and up to a stop string, such as ["Name: ", {most: 20,
-            stop: ","}, ", age: ", {most: 3}]; on the command line a new line in a text is one that is typed, in a file
-            "\n".
+        parts: texts, and free parts of at most so many tokens and up to a stop string, such as ["Name: ",
+            {max_tokens: 20, stop: ","}, ", age: ", {max_tokens: 3}]; on the command line a new line in a text is one
+            that is typed, in a file "\n".
 
     Raises:
         ValueError: an invalid part, or too many of them.
@@ -91,13 +91,15 @@ def load(
         name = f"parts[{number}]"
         if isinstance(part, str):
             made.append(part.encode())
-        elif isinstance(part, Mapping) and "most" in part and set(part) <= {"most", "stop"}:
+        elif isinstance(part, Mapping) and "max_tokens" in part and set(part) <= {"max_tokens", "stop"}:
             stops: list[Any] = [part["stop"]] if "stop" in part else []
             accept(f"{name}.stop", stops, Texts)
             check_strings(f"{name}.stop", tuple(stops))
-            made.append((whole(f"{name}.most", part["most"], maximum=2**20), Strings(tuple(stops))))
+            made.append((whole(f"{name}.max_tokens", part["max_tokens"], maximum=2**20), Strings(tuple(stops))))
+        elif isinstance(part, Mapping) and "most" in part:
+            raise WrongOption(f"{name}.most is now called {name}.max_tokens")
         else:
-            raise WrongOption(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
+            raise WrongOption(f"{name} must be a text or {{max_tokens: TOKENS, stop: TEXT}}, not {brief(part)}")
     return ControllerConstraint(
         lambda _: TemplateController(vocabulary, tuple(made)), vocabulary.size, "template", facts={"parts": [*parts]}
     )
