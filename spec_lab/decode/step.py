@@ -47,7 +47,7 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
     Raises:
         PartError: the proposer or the verifier raised an error, or returned what cannot be; names it.
     """
-    clock, read, uploaded = arm.target.lm.clock, Readback(), uploads()
+    clock, read = arm.target.lm.clock, Readback()
     clock.take()
     arm.target.lm.capture(arm.proposer.requires.hidden)  # in every step: arms that require others may take turns
     start = Start.of(sequences, chunks, clock.mark())
@@ -88,7 +88,7 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
         draft, committed, output.attended, clock, errors,
         expected=host["expected"], expected_emitted=host["expected_emitted"], given=p.given, empty=host["empty"],
         mask_busy=masking.seconds, draft_masks=masking.draft_seconds, copies_before=before,
-        copies_after=read.copies - before, uploads=uploads() - uploaded,
+        copies_after=read.copies - before,
         recorded=recorder.drafts(p, host, masking, ends), distributions=recorder.distributions(host, observed),
     )  # fmt: skip
 
@@ -103,7 +103,8 @@ class Start:
         began: a mark of the clock.
         pending: ``[B]`` tokens that are not computed.
         context: ``[B]`` numbers of tokens, ``computed`` of them computed.
-        prefill: ``[B]`` as of ``StepInfo``.
+        prefill: ``[B]`` as in ``StepInfo``.
+        uploaded: the count of uploads.
     """
 
     sequences: list[SequenceState]
@@ -113,6 +114,7 @@ class Start:
     context: list[int]
     computed: list[int]
     prefill: list[bool]
+    uploaded: int
 
     @staticmethod
     def of(sequences: Sequence[SequenceState], chunks: Sequence[Chunk], began: Mark) -> Start:
@@ -123,6 +125,7 @@ class Start:
             [len(sequence.tokens) for sequence in sequences],
             [len(sequence.kv) for sequence in sequences],
             [sequence.prefill for sequence in sequences],
+            uploads(),
         )  # fmt: skip
 
     def done(
@@ -134,7 +137,7 @@ class Start:
         return StepInfo(
             sequences=self.sequences, draft=draft, committed=committed, context=self.context, pending=pending,
             prefill=self.prefill, attended=attended, chunks=self.chunks, errors=errors, clock=clock,
-            began=self.began, ended=clock.mark(), spans=clock.take(), **more,
+            began=self.began, ended=clock.mark(), spans=clock.take(), uploads=uploads() - self.uploaded, **more,
         )  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from spec_lab.core.files import read_json
 
 TABLES = {"rounds": "forwards"}
 COLUMNS = {"round": "forward", "least_seconds": "lower_bound_seconds"}
@@ -27,6 +29,11 @@ def with_columns(table: pa.Table) -> pa.Table:
     return table
 
 
-def with_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a summary with today's names of figures."""
-    return {FIGURES.get(name, name): value for name, value in summary.items()}
+def read_summary(file: Path) -> dict[str, Any] | None:
+    """Return the contents of a ``summary.json`` with today's names of figures; None where there is no such file.
+
+    Raises:
+        ValueError: it is not readable.
+    """
+    summary = read_json(file)
+    return None if summary is None else {FIGURES.get(name, name): value for name, value in summary.items()}

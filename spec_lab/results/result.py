@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_lab.core.files import Unreadable, expect, read_json
-from spec_lab.results.old_names import with_figures
+from spec_lab.core.files import Unreadable, expect
+from spec_lab.results.old_names import read_summary
 
 Value = Mapping[str, float | None] | float | None
 """A number, or a mean with its ends: ``mean``, ``low``, ``high``."""
@@ -173,7 +173,7 @@ def read_run(folder: Path, shape: Mapping[str, Any], file: str = "summary.json")
 
     path = folder / file
     try:
-        summary = with_figures(read_json(path) or {})
+        summary = read_summary(path) or {}
         if summary:
             expect(summary, shape, "")
     except ValueError as error:

@@ -10,10 +10,11 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import client, facts
 from spec_lab.analysis.tracking.client import Mode
-from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.core.files import Unreadable, expect
 from spec_lab.core.roofline import Roofline
 from spec_lab.results import run_state, sweep
 from spec_lab.results.manifest import begun, finite, without_groups
+from spec_lab.results.old_names import read_summary
 
 SUMMARIES = ("summary.json", "certificate.json")
 """The summary files of tasks."""
@@ -50,7 +51,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         raise ValueError("Weights & Biases is disabled (mode, or WANDB_MODE): choose mode offline or online")
     with run_state.holding(folder):
         tables = metrics.load(folder)
-        written = next((summary for name in SUMMARIES if (summary := read_json(folder / name)) is not None), None)
+        written = next((summary for name in SUMMARIES if (summary := read_summary(folder / name)) is not None), None)
         curve = _learning(folder, written)
         if tables.requests.empty and written is None:
             raise ValueError(without_groups(folder, manifest))
