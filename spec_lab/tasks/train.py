@@ -7,14 +7,17 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from spec_lab.analysis.results import training
+from spec_lab.core.memory import available, readable
 from spec_lab.core.options import Count, Number, Share, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
@@ -24,12 +27,13 @@ from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
-from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_steps
+from spec_lab.train.estimate import estimate, trial_text
+from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_part, saved_steps
 from spec_lab.train.objectives import expected_length
 from spec_lab.train.recipe import Beginning, Recipe, settings_of
 from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
-from spec_lab.train.trainer import Plan, Trainer
+from spec_lab.train.trainer import Plan, Trainer, matrix_products
 from spec_lab.verify import Token
 
 log = logging.getLogger(__name__)
@@ -55,6 +59,7 @@ def train(
     warmup_steps: Count = 30,
     decay: Share = 0.4,
     save_seconds: Positive = 120,
+    precision: Literal["float32", "bfloat16"] | None = None,
 ) -> int:
     """Train a drafter for the target on its own answers to the prompts.
 
@@ -79,6 +84,8 @@ def train(
         warmup_steps: steps in which the rates rise; at most half of those before they fall.
         decay: share of the steps in which they fall.
         save_seconds: seconds between two checkpoints.
+        precision: of the drafter's matrix products; its weights and losses are float32. None: bfloat16 on a GPU (by
+            autocast), float32 on a CPU.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -114,10 +121,13 @@ def train(
         )
         learned = learned[:-left_out]
     plan = FitPlan(
-        passes, rows, rows // 2 if rows % 2 == 0 else rows, warmup_steps, decay, save_seconds=save_seconds,
+        passes, rows, rows, warmup_steps, decay, save_seconds=save_seconds,
         plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
     )  # fmt: skip
-    fitting = _Training(lab, settings, recipe, plan, learned, rest)
+    if precision is None:
+        precision = "bfloat16" if lab.target.lm.device.type == "cuda" else "float32"
+    autocast = torch.bfloat16 if precision == "bfloat16" else None
+    fitting = _Training(lab, settings, recipe, plan, learned, rest, autocast, console)
     leaves = "Drafter, texts, learning curves, summary and manifest"
     task = Task(lab, settings, config, [recipe.name], fitting.work, fitting.left, leaves=leaves, resumes=True)
     return task.run(console)
@@ -154,6 +164,8 @@ class _Training:
         plan: of the training loop.
         learned: requests whose answers are learned from.
         rest: requests that are only measured on.
+        autocast: see ``Trainer``.
+        console: prints the estimate.
     """
 
     lab: Lab
@@ -162,14 +174,17 @@ class _Training:
     plan: FitPlan
     learned: Sequence[Request]
     rest: Sequence[Request]
+    autocast: torch.dtype | None
+    console: Console
 
     def work(self, facts: Mapping[str, Any]) -> Done:
         """Answer, train, and measure on what was held out."""
-        lab, recipe, plan, out = self.lab, self.recipe, self.plan, self.settings.output_dir
+        lab, recipe, out = self.lab, self.recipe, self.settings.output_dir
         paths = self._answered(self.learned, "texts")
         others = self._answered(self.rest, "held_out", rest=True)
         begun = recipe.begin(lab.target, paths, self.settings.seed)
-        steps = self._fit(begun, paths, others)
+        plan, threads = self._planned(begun, paths)
+        steps = self._fit(begun, paths, others, plan, threads)
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(self.settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
@@ -200,9 +215,36 @@ class _Training:
         with Progress(total=len(requests), desc=name, unit="text") as bar:
             return record(self.lab.target, requests, self.recipe.states(self.lab.target), *setup, bar.update)
 
-    def _fit(self, begun: Beginning, paths: Sequence[Path], others: Sequence[Path]) -> int:
+    def _planned(self, begun: Beginning, paths: Sequence[Path]) -> tuple[FitPlan, int]:
+        """Print what the training needs; return the plan with as many texts of a part as fit, and the threads."""
+        rows, lm, out = self.plan.rows, self.lab.target.lm, self.settings.output_dir / "training"
+        longest = max((Texts.read(path, hidden=False).ids.shape[1] for path in paths), default=2)
+        width = len(self.recipe.states(self.lab.target)) * self.lab.target.services.hidden_size
+        others = [*self.lab.target.model.parameters(), *self.lab.target.model.buffers()]
+
+        def loss_of(text: Texts) -> Tensor:
+            with matrix_products(lm.device, self.autocast):
+                return begun.objective(text)[0]
+
+        needed = estimate(loss_of, begun.module.parameters(), others, trial_text(longest, width, lm.device))
+        pieces = 2 if rows % 2 == 0 and lm.device.type == "cpu" else 1
+        threads = min(torch.get_num_threads(), pieces)
+        part = saved_part(out) or needed.part(rows, available(lm.device), threads)
+        texts = int(self.plan.passes * len(paths) * rows) - rows * saved_steps(out)
+        took = timedelta(seconds=round(needed.seconds * texts / threads))
+        self.console.print(
+            f"Training on {texts} texts of up to {longest} tokens: about {took} "
+            f"for gradients, and {readable(needed.bytes(part * threads))} of memory beside the target, for "
+            f"{part * threads} of the {rows} texts of a step at a time.",
+            highlight=False,
+        )
+        return replace(self.plan, part=part), threads
+
+    def _fit(self, begun: Beginning, paths: Sequence[Path], others: Sequence[Path], plan: FitPlan, threads: int) -> int:
         """Train; return the number of steps."""
-        plan, settings = self.plan, settings_of(self.recipe, self.lab.target, begun)
+        settings = settings_of(self.recipe, self.lab.target, begun)
+        if self.autocast is not None:
+            settings["autocast"] = str(self.autocast)
 
         def measure() -> dict[str, Any]:
             begun.module.eval()
@@ -211,14 +253,11 @@ class _Training:
             lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
             return {"accepted": accepted, "agreed": agreed} | {key: round(length, 4) for key, length in lengths.items()}
 
-        with (
-            _shared_threads(plan.rows // plan.part) as threads,
-            Progress(desc=self.recipe.name, unit="step") as bar,
-        ):
-            trainer = Trainer(begun.module, plan.plan, threads, torch.float32)
+        with _shared_threads(threads), Progress(desc=self.recipe.name, unit="step") as bar:
+            trainer = Trainer(begun.module, plan.plan, threads, torch.float32, self.autocast)
             fit(
                 trainer, begun.objective, paths, self.settings.output_dir / "training", plan, settings,
-                tick=partial(_at, bar), wrote=self.lab.tracker.training, measure=measure,
+                tick=partial(_at, bar), wrote=self.lab.tracker.training, measure=measure, advance=begun.advance,
             )  # fmt: skip
         return trainer.step
 
@@ -255,13 +294,12 @@ def _check_sampling(sampling: Sampling) -> None:
 
 
 @contextmanager
-def _shared_threads(pieces: int) -> Iterator[int]:
-    """Divide torch's threads among Python threads, at most one for each piece of a step; yield the number of these."""
+def _shared_threads(threads: int) -> Iterator[None]:
+    """Divide torch's threads among Python threads."""
     every = torch.get_num_threads()
-    threads = min(every, pieces)
     torch.set_num_threads(every // threads)
     try:
-        yield threads
+        yield
     finally:
         torch.set_num_threads(every)
 

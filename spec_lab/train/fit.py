@@ -87,6 +87,7 @@ def fit(
     tick: Callable[[int, int], None] = lambda done, total: None,
     wrote: Callable[[dict[str, Any]], None] = lambda line: None,
     measure: Callable[[], Mapping[str, Any]] | None = None,
+    advance: Callable[[float], None] | None = None,
 ) -> None:
     """Train, or resume from the checkpoint in ``out``.
 
@@ -102,6 +103,7 @@ def fit(
         wrote: called with each new line of the learning curve.
         measure: measures the drafter on held-out texts, for the first line of the learning curve in each tenth of the
             steps and its last one (``held_out``); its time is no part of ``seconds``.
+        advance: called before each step with the share of the steps that are done.
 
     Raises:
         ValueError: no texts; fewer in a file than a step needs; the checkpoint belongs to another training; the loss
@@ -129,6 +131,8 @@ def fit(
     for step, pieces in _pieces(paths, order, plan, trainer.step):
         if step == stop_after:
             break
+        if advance is not None:
+            advance(step / len(order))
         seen: list[list[list[float]]] = []
 
         def loss_of(piece: Texts, seen: list[list[list[float]]] = seen) -> Tensor:
@@ -179,6 +183,14 @@ def saved_steps(out: Path) -> int:
         return 0
     with readable([out / CHECKPOINT]), safe_open(out / CHECKPOINT, "pt") as file:
         return int(file.metadata()["step"])
+
+
+def saved_part(out: Path) -> int | None:
+    """Return the number of texts that one thread computes in the training of the checkpoint in a folder."""
+    if not (out / CHECKPOINT).exists():
+        return None
+    with readable([out / CHECKPOINT]), safe_open(out / CHECKPOINT, "pt") as file:
+        return int(json.loads(file.metadata()["facts"])["plan"]["part"])
 
 
 def _line(step: int, texts: int, seconds: float, means: np.ndarray) -> dict[str, Any]:

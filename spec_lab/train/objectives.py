@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -193,12 +193,15 @@ def compare_states(
     return ComparedRows.joined([again(run, states[at : at + size], *given, rows[at : at + size]) for at in starts])
 
 
-def again(run: Callable[..., ComparedRows], *arguments: Tensor) -> ComparedRows:
+R = TypeVar("R")
+
+
+def again(run: Callable[..., R], *arguments: Tensor) -> R:
     """Call a function; what it computes is not kept, but computed again for the gradients."""
     if not torch.is_grad_enabled():
         return run(*arguments)
     kept = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return cast(ComparedRows, kept)
+    return cast(R, kept)
 
 
 class Chains(NamedTuple):

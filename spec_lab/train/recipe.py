@@ -34,12 +34,15 @@ class Beginning:
         facts: what follows from the options, the target and the texts, for checkpoints and the summary.
         calibrate: measures the drafter that is written in a folder on files of held-out answers (``texts.Texts``) at a
             temperature, and writes there what its proposer reads to choose a tree; None where it reads nothing.
+        advance: called before each training step with the share of all steps that are done; None for losses that do
+            not depend on it.
     """
 
     module: nn.Module
     objective: Objective
     facts: Mapping[str, Any]
     calibrate: Callable[[Path, Sequence[Path], float], None] | None = None
+    advance: Callable[[float], None] | None = None
 
 
 class Recipe:

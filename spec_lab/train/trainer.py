@@ -42,6 +42,11 @@ def schedule(step: int, warmup: int, stable: int, decay: int) -> float:
     return max(0.0, 1.0 - math.sqrt((step - stable + 1) / (decay + 1)))
 
 
+def matrix_products(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Return a context in which matrix products on a device have a data type; None for that of their tensors."""
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -56,17 +61,29 @@ class Trainer(Generic[M]):
         plan: the settings.
         threads: that work in parallel.
         dtype: of computing; bfloat16 is slow on CPUs without instructions for it.
+        autocast: data type of the matrix products in a model of float32; None for float32.
     """
 
-    def __init__(self, model: M, plan: Plan, threads: int = 1, dtype: torch.dtype = torch.bfloat16):
+    def __init__(
+        self,
+        model: M,
+        plan: Plan,
+        threads: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        autocast: torch.dtype | None = None,
+    ):
         self.plan, self.threads, self.step, self.sequences = plan, threads, 0, 0
-        self.masters = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
+        self.autocast = autocast
+        self.masters = {  # in float32 the model computes with the master weights themselves
+            n: torch.nn.Parameter(p.detach().to(torch.float32, copy=dtype != torch.float32))
+            for n, p in model.named_parameters()
+        }
         self.model = model
         for parameter in model.parameters():  # and no buffers: rotary embeddings stay in float32
             parameter.data = parameter.data.to(dtype)
         self.weights = dict(self.model.named_parameters())
         self.pool = ThreadPoolExecutor(threads)
-        edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n}
+        edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n or n.startswith("head.")}
         hidden = [p for n, p in self.masters.items() if p.ndim == 2 and n not in edges]
         rest = [p for n, p in self.masters.items() if p.ndim != 2 or n in edges]
         shares = min(threads, len(hidden))
@@ -84,17 +101,18 @@ class Trainer(Generic[M]):
         Raises:
             ValueError: one of these is NaN or infinite; the weights are not changed.
         """
+        device, autocast = next(iter(self.weights.values())).device, self.autocast
 
         def gradients(loss_of: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            loss = loss_of()
+            with matrix_products(device, autocast):
+                loss = loss_of()
             return loss.detach(), torch.autograd.grad(loss, list(self.weights.values()))
 
-        computed = list(self.pool.map(gradients, losses))
-        for master, *parts in zip(self.masters.values(), *(g for _, g in computed), strict=True):
-            master.grad = parts[0].float()
-            for part in parts[1:]:
-                master.grad += part
-        total = sum(float(loss) for loss, _ in computed)
+        total = 0.0
+        for loss, parts in self.pool.map(gradients, losses):  # each is added as soon as it is there
+            total += float(loss)
+            for master, part in zip(self.masters.values(), parts, strict=True):
+                master.grad = part.float() if master.grad is None else master.grad.add_(part)
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.plan.clip))
         if not math.isfinite(total) or not math.isfinite(norm):
             raise ValueError(

@@ -170,10 +170,14 @@ class SelectorHead(LevelHead):
 
     def forward(self, logits: Tensor, hidden: Tensor, above: Above) -> tuple[Tensor, Tensor]:
         """See ``LevelHead``."""
-        scores, tokens = logits.topk(min(self.candidates, logits.shape[-1]), -1)
-        read = self.predecessor(above.token) * self.hidden_projection(hidden)
-        scores = scores + (self.successor(tokens) * read[:, None]).sum(-1)
+        tokens = logits.topk(min(self.candidates, logits.shape[-1]), -1).indices
+        scores = self.scores(logits, hidden, above.token, tokens)
         return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores), above.state
+
+    def scores(self, logits: Tensor, hidden: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
+        """The scores ``[n, c]`` of candidates ``[n, c]`` below the tokens ``above`` ``[n]``."""
+        read = self.predecessor(above) * self.hidden_projection(hidden)
+        return logits.gather(-1, tokens) + (self.successor(tokens) * read[:, None]).sum(-1)
 
 
 def head_of(settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> LevelHead:

@@ -235,14 +235,30 @@ class BlockNetwork(DrafterNetwork):
         Returns:
             Logits ``[n, V]``, and the states ``[n, S]`` below that token.
         """
-        logits = rows.logits.index_select(0, number)
-        if self.head is not None:
-            above = self._above(token, state, level)
-            logits, state = self.head(logits, rows.hidden.index_select(0, number), above)
+        logits, state = self.corrected(rows, number, token, level, state)
         return self.token_logits(logits), state
+
+    def corrected(
+        self, rows: BlockRows, number: Tensor, token: Tensor, level: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As ``drafted``, but logits ``[n, W]``."""
+        logits = rows.logits.index_select(0, number)
+        if self.head is None:
+            return logits, state
+        corrected: tuple[Tensor, Tensor] = self.head(
+            logits, rows.hidden.index_select(0, number), self._above(token, state, level)
+        )
+        return corrected
 
     def confidence(self, hidden: Tensor, token: Tensor) -> Tensor:
         """The predicted probability ``[n]`` that a level's token is accepted if all above it are (DSpark 2607.05147).
+
+        Arguments as of ``confidence_logits``.
+        """
+        return self.confidence_logits(hidden, token).sigmoid()
+
+    def confidence_logits(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """The logits ``[n]`` of ``confidence``.
 
         Args:
             hidden: ``[n, H]`` normed outputs of the rows that draft the level.
@@ -252,8 +268,8 @@ class BlockNetwork(DrafterNetwork):
         if self.confidence_head.in_features > hidden.shape[-1]:
             assert isinstance(self.head, MarkovHead)
             hidden = torch.cat([hidden, self.head.markov_w1(token)], -1)
-        accepted: Tensor = self.confidence_head(hidden)[:, 0].sigmoid()
-        return accepted
+        logits: Tensor = self.confidence_head(hidden)[:, 0]
+        return logits
 
     def _above(self, token: Tensor, state: Tensor, level: Tensor) -> Above:
         assert self.head is not None

@@ -265,7 +265,14 @@ def eagle_settings(
 
 
 def write_eagle3(
-    network: Any, folder: Path, target: str, architecture: str, facts: Mapping[str, str], dtype: torch.dtype
+    network: Any,
+    folder: Path,
+    target: str,
+    architecture: str,
+    facts: Mapping[str, str],
+    dtype: torch.dtype,
+    layout: Layout = EAGLE3,
+    more: Mapping[str, Any] = {},
 ) -> str:
     """Write an EAGLE-3 head in the format of speculators, which vLLM serves; return the SHA-256 of its weights.
 
@@ -276,9 +283,11 @@ def write_eagle3(
         architecture: of the target, as transformers names it.
         facts: for the file's metadata.
         dtype: of the weights in the file.
+        layout: of a head of another kind, ``PEAGLE``.
+        more: fields of its config.
     """
     settings: Eagle3Settings = network.settings
-    tensors = EAGLE3.named(network)
+    tensors = layout.named(network)
     if settings.draft_vocab_size is not None:
         ids = network.ids.cpu()
         kept = torch.zeros(settings.vocab_size, dtype=torch.bool)
@@ -301,6 +310,7 @@ def write_eagle3(
         TAPS: list(settings.taps),
         **{name: getattr(settings, name) for name in FLAGS[:3]},
         "norm_output": settings.norm_output == "feedback",
+        **more,
     }
     return write_drafter(folder, config, tensors, facts, dtype)
 

@@ -83,16 +83,22 @@ class Eagle3Recipe(Recipe):
         """See ``Recipe``."""
         return (*self._taps(target), -1)
 
+    def _settings(self, target: Target) -> Eagle3Settings:
+        h, v = target.services.hidden_size, target.vocabulary
+        layer = layer_of(target, self.heads, self.intermediate_size)
+        width = min(self.draft_vocab_size or v, v)
+        return Eagle3Settings(layer, h, h, v, self._taps(target), width, self.layers)
+
+    def _network(self, target: Target) -> Eagle3:
+        return Eagle3(self._settings(target))
+
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``. The LM head begins as the target's rows."""
-        h, v = target.services.hidden_size, target.vocabulary
-        width = min(self.draft_vocab_size or v, v)
-        layer = layer_of(target, self.heads, self.intermediate_size)
-        settings = Eagle3Settings(layer, h, h, v, self._taps(target), width, self.layers)
-        device = target.lm.device
-        network = random_network(Eagle3(settings), target, torch.float32, seed)
-        assert network.lm_head is not None
-        network.ids = frequent(paths, v, width).to(device)
+        network = random_network(self._network(target), target, torch.float32, seed)
+        settings, device, h = network.settings, target.lm.device, target.services.hidden_size
+        width = settings.draft_vocab_size
+        assert network.lm_head is not None and width is not None
+        network.ids = frequent(paths, settings.vocab_size, width).to(device)
         with torch.no_grad():
             # The rows of a linear LM head are its logits of the unit vectors.
             rows = target.services.lm_head(torch.eye(h, device=device, dtype=target.lm.dtype))
@@ -101,8 +107,11 @@ class Eagle3Recipe(Recipe):
                 begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
-        objective = eagle3_objective(network, head, target.lm.dtype, self.unrolls, self.decay, self.loss, self.weights)
+        objective = self._objective(network, head, target.lm.dtype)
         return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
+
+    def _objective(self, network: Any, head: TargetHead, dtype: torch.dtype) -> ChainObjective:
+        return eagle3_objective(network, head, dtype, self.unrolls, self.decay, self.loss, self.weights)
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in the format of speculators."""

@@ -1,0 +1,43 @@
+"""Write trained block drafters in the layout of z-lab and SpecForge (``block.layout``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from spec_lab.drafters.block.layout import ARCHITECTURES, BLOCK, DOMINO_FIELDS, INNER, SECOND_FIELDS, Kind
+from spec_lab.drafters.block.network import BlockNetwork
+from spec_lab.drafters.drafter_files import write_drafter
+
+
+def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[str, str], dtype: torch.dtype) -> str:
+    """Write a block drafter that drafts with the target's embedding and LM head; return the SHA-256 of its weights.
+
+    Args:
+        network: its layers.
+        kind: of the drafter.
+        folder: is made.
+        facts: for the file's metadata.
+        dtype: of the weights in the file.
+    """
+    settings, head = network.settings, network.settings.head
+    inner = {
+        "projector_type": kind, "mask_token_id": settings.mask_token,
+        "target_layer_ids": [tap - 1 for tap in settings.taps], "sample_from_anchor": settings.predicts_next,
+    }  # fmt: skip
+    if kind == "dspark":
+        inner |= {"markov_rank": head.rank if head else 0, "enable_confidence_head": bool(settings.confidence)}
+        inner |= {"markov_head_type": head.kind} if head else {}
+    elif head is not None and kind == "domino":
+        inner |= dict(zip(DOMINO_FIELDS, (head.state_size, head.rank, head.uncorrected), strict=True))
+    elif head is not None:
+        sizes = (settings.conv_taps, settings.conv_group, head.rank, head.candidates)
+        inner |= dict(zip(SECOND_FIELDS, sizes, strict=True))
+    config = dict(settings.layer) | {
+        "architectures": [next(name for name, known in ARCHITECTURES.items() if known == kind)],
+        "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size, "block_size": settings.block_size,
+        INNER: inner,
+    }  # fmt: skip
+    return write_drafter(folder, config, BLOCK.named(network), facts, dtype)
