@@ -273,7 +273,7 @@ class BlockNetwork(DrafterNetwork):
 
     def _above(self, token: Tensor, state: Tensor, level: Tensor) -> Above:
         assert self.head is not None
-        return Above(token, self.embed(token) if self.head.reads_embedding else None, state, level)
+        return Above(token, self.embed(token).to(state.dtype) if self.head.reads_embedding else None, state, level)
 
     def toy(self, target: Target, levels: int) -> BlockNetwork:
         """The same kind of network with random weights for a toy target; the last token is the mask token."""
