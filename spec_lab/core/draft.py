@@ -298,15 +298,15 @@ class Shape:
     @cached_property
     def drawing(self) -> Drawing:
         """How it is drawn where no token is looked at."""
-        place, parent_of = np.zeros(self.rows, dtype=np.int64), np.zeros(self.rows, dtype=np.int64)
+        drawn_at, parent_of = np.zeros(self.rows, dtype=np.int64), np.zeros(self.rows, dtype=np.int64)
         order, tokens, above, first = np.empty(self.nodes, dtype=np.int64), list[np.ndarray](), list[np.ndarray](), 0
         for number, level in enumerate(self.levels):
             if number:
-                tokens.append(place[level.parents])
+                tokens.append(drawn_at[level.parents])
                 above.append(parent_of[level.parents])
             for rank, (nodes, parents) in enumerate(level.ranks):
-                place[nodes], parent_of[nodes] = parents * len(level.ranks) + rank, parents
-                order[nodes - self.roots] = first + place[nodes]
+                drawn_at[nodes], parent_of[nodes] = parents * len(level.ranks) + rank, parents
+                order[nodes - self.roots] = first + drawn_at[nodes]
             first += len(level.parents) * len(level.ranks)
         rows = [level.parents for level in self.levels] or [np.empty(0, dtype=np.int64)]
         return Drawing(np.concatenate(rows), order, tokens, above)

@@ -115,7 +115,7 @@ def speculators(drafter, kind, v, ids=None):
     """A drafter of DeepSpec's or z-lab's layout as speculators writes it, for the tokens ``ids``; None: all."""
     config, tensors = drafter
     inner = config.get("dflash_config", config)
-    own = ("sample_from_anchor", "markov_rank", "markov_head_type")
+    named = ("sample_from_anchor", "markov_rank", "markov_head_type")
     head = tensors["lm_head.weight"] if ids is None else tensors["lm_head.weight"][ids]
     tables, markov, rows = {}, {}, "markov_head.markov_w2.weight"
     if ids is not None:
@@ -123,7 +123,7 @@ def speculators(drafter, kind, v, ids=None):
         kept = torch.tensor(ids)
         tables["d2t"] = kept - torch.arange(len(ids))
         tables["t2d"] = torch.zeros(v, dtype=torch.bool).index_fill_(0, kept, True)
-    outside = {"dflash_config", "block_size", "mask_token_id", "target_layer_ids", "architectures", *own}
+    outside = {"dflash_config", "block_size", "mask_token_id", "target_layer_ids", "architectures", *named}
     outside |= {"enable_confidence_head", "confidence_head_with_markov"}
     return {
         "speculators_model_type": kind, "speculators_version": "0.7.0", "architectures": ["DSparkSpeculator"],
@@ -131,5 +131,5 @@ def speculators(drafter, kind, v, ids=None):
         "block_size": config["block_size"], "mask_token_id": inner["mask_token_id"], "sliding_window_non_causal": False,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
         "transformer_layer_config": {name: value for name, value in config.items() if name not in outside},
-        **{name: inner[name] for name in own if name in inner},
+        **{name: inner[name] for name in named if name in inner},
     }, {**tensors, "lm_head.weight": head, **tables, **markov}  # fmt: skip

@@ -120,10 +120,11 @@ def reference(name, target, text, path):
     hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, theta, *scales, *reading)
     next_row = inner.get("shift_label", config.get("sample_from_anchor", name.startswith("dspark")))
     fields = parts[0], inner.get("pure_draft_prefix_len", 0), inner.get("selector_top_k", 0)
-    found = oracle.level(w, hidden, logits, [text[-1], *path], next_row, *fields)
-    if len(found) < VOCABULARY:
-        found = torch.full((VOCABULARY,), -torch.inf, dtype=found.dtype).index_copy(0, torch.tensor(KEPT), found)
-    return found
+    row_logits = oracle.level(w, hidden, logits, [text[-1], *path], next_row, *fields)
+    if len(row_logits) < VOCABULARY:
+        nothing = torch.full((VOCABULARY,), -torch.inf, dtype=row_logits.dtype)
+        row_logits = nothing.index_copy(0, torch.tensor(KEPT), row_logits)
+    return row_logits
 
 
 def check(name, target, draft, sequences):

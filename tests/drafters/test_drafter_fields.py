@@ -177,6 +177,6 @@ def test_every_unknown_and_every_unsupported_field_is_named_with_its_value():
 
 def test_no_field_is_in_two_tables():
     for fields in FAMILIES:
-        own = {*fields.read}, {*fields.meanings}, {*fields.irrelevant}  # which come before those of all families
-        assert sum(map(len, own)) == len(set().union(*own)) and not own[1] & {*IRRELEVANT}, fields.what
+        named = {*fields.read}, {*fields.meanings}, {*fields.irrelevant}  # which come before those of all families
+        assert sum(map(len, named)) == len(set().union(*named)) and not named[1] & {*IRRELEVANT}, fields.what
     assert not {*MEANINGS} & {*IRRELEVANT}

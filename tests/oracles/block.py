@@ -97,11 +97,11 @@ def dynamic_kernels(w, name, x):
 
 def convolved(x, kernel):
     """Row i of a block: the sum of its kernel's taps times the rows before it."""
-    found = torch.zeros_like(x)
+    output = torch.zeros_like(x)
     for row in range(len(x)):
         for tap in range(min(kernel.shape[1], row + 1)):
-            found[row] += x[row - tap] * kernel[row, tap]
-    return found
+            output[row] += x[row - tap] * kernel[row, tap]
+    return output
 
 
 def turned_neighbours(x, places, theta):
@@ -133,9 +133,9 @@ def level(w, hidden, logits, path, next_row, embedding=None, uncorrected=0, cand
             w["candidate_selector.predecessor_codebook"][path[-1]] * read
         )
         kept = logits[row].argsort(descending=True)[:candidates]
-        found = torch.full_like(logits[row], -torch.inf)
-        found[kept] = (logits[row] + scores)[kept]
-        return found
+        corrected = torch.full_like(logits[row], -torch.inf)
+        corrected[kept] = (logits[row] + scores)[kept]
+        return corrected
     if "markov_w1.weight" not in w:
         return logits[row]
     latent, state = w["markov_w1.weight"][path[-1]], torch.zeros(w["markov_w1.weight"].shape[1], dtype=torch.float64)

@@ -195,8 +195,8 @@ def tried(right, build=lambda changed: Read(**changed), prompts=None):
     ({"taps": "b"}, {"taps": "b"}), ({"taps": "c", "window": 8}, {"taps": "c", "window": 8}), ({"taps": "a"}, {}),
 ])  # fmt: skip
 def test_the_best_reading_is_named_and_those_that_help_are_combined(right, best):
-    readings, found = tried(right)
-    assert found.changed == best and found.reading.values == {"taps": "a", "window": 0} | best
+    readings, chosen = tried(right)
+    assert chosen.changed == best and chosen.reading.values == {"taps": "a", "window": 0} | best
     assert [reading.changed for reading in readings[:4]] == [{}, {"taps": "b"}, {"taps": "c"}, {"window": 8}]
     assert [reading.helps for reading in readings[1:4]] == [
         name in right and right[name] == value for name, value in (("taps", "b"), ("taps", "c"), ("window", 8))
@@ -210,8 +210,8 @@ def test_of_readings_that_cannot_be_told_apart_by_tau_the_one_with_the_largest_a
         alpha = {"a": 0.2, "b": 0.6, "c": 0.61}[taps]
         return [text_of(rows, alpha=np.full(rows.shape, alpha)) for rows in accepted]
 
-    readings, found = try_readings(Read(), [Prompt("one", "text")], lab().target, lambda new: Read(**new), measure)
-    assert found.changed == {"taps": "c"} and [other.changed for other in alike(found, readings)] == [
+    readings, chosen = try_readings(Read(), [Prompt("one", "text")], lab().target, lambda new: Read(**new), measure)
+    assert chosen.changed == {"taps": "c"} and [other.changed for other in alike(chosen, readings)] == [
         {"taps": "b"}, {"taps": "c"},
     ]  # fmt: skip
 
@@ -222,9 +222,9 @@ def test_a_reading_that_cannot_be_built_is_shown_with_the_reason():
             raise ValueError("no such taps")
         return Read(**changed)
 
-    readings, found = tried({"window": 8}, build)
+    readings, chosen = tried({"window": 8}, build)
     assert readings[1].facts() == {"changed": {"taps": "b"}, "label": "taps b", "helps": False, "error": "no such taps"}
-    assert found.changed == {"window": 8}
+    assert chosen.changed == {"window": 8}
 
 
 class WithTemplate:
@@ -255,9 +255,9 @@ def test_prompts_are_sent_with_and_without_the_template_and_thinking():
     (2.5, {}, "nothing", False),
 ])  # fmt: skip
 def test_an_expected_tau_is_explained_by_sampling_or_a_reading(expect, right, by, whole):
-    readings, found = tried(right or {"taps": "none"})
-    taus = {"in use": tau(readings[0].texts).mean, "best": tau(found.texts).mean}
-    facts = explained(taus.get(expect, expect), readings, found)
+    readings, chosen = tried(right or {"taps": "none"})
+    taus = {"in use": tau(readings[0].texts).mean, "best": tau(chosen.texts).mean}
+    facts = explained(taus.get(expect, expect), readings, chosen)
     assert (facts["by"], facts["whole"]) == (by, whole) and facts["changed"] == (right if by == "reading" else {})
 
 

@@ -98,8 +98,8 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
     kind, layer = _kind(files, stated), config.get("transformer_layer_config", config)
     if SPECULATORS in config:
         if layer is config or not isinstance(layer, dict):
-            found = brief(config.get("transformer_layer_config"))
-            raise ValueError(f"{file}: transformer_layer_config must be a mapping, not {found}")
+            given = brief(config.get("transformer_layer_config"))
+            raise ValueError(f"{file}: transformer_layer_config must be a mapping, not {given}")
         OF_SPECULATORS[kind].check(file, config)
         OF_LAYERS.check(file, layer)
     else:
@@ -202,11 +202,11 @@ def _one_of(files: DrafterFiles, stated: Mapping[str, Any], fields: Mapping[str,
     Raises:
         ValueError: flags that contradict each other.
     """
-    found = {name: files.flag(name, config=stated) == value for name, value in fields.items() if name in stated}
-    if len({*found.values()}) > 1:
-        values = " and ".join(f"{name} is {brief(stated[name])}" for name in found)
+    stated_values = {name: files.flag(name, config=stated) == value for name, value in fields.items() if name in stated}
+    if len({*stated_values.values()}) > 1:
+        values = " and ".join(f"{name} is {brief(stated[name])}" for name in stated_values)
         raise ValueError(f"{files.file}: {values}, which contradict each other")
-    return next(iter(found.values()), None)
+    return next(iter(stated_values.values()), None)
 
 
 def _two(files: DrafterFiles, convention: str, stated: bool | None, default: bool, names: tuple[str, str]) -> bool:
@@ -249,7 +249,7 @@ def _attention(
     window = files.choose(
         "window", largest, "file", "layer_types, use_swa and sliding_window tell", {"none": 0, "as stated": unused}
     )
-    windows = tuple((window or None) if own or not largest else None for own in windows)
+    windows = tuple((window or None) if layer_window or not largest else None for layer_window in windows)
     stated_causal = _one_of(files, stated, CAUSAL)
     causal = files.choose(
         "causal", default if stated_causal is None else "all" if stated_causal else "none",
@@ -257,7 +257,9 @@ def _attention(
         "rows of a block attend to rows before them only in layers with a window in layer_types, unless a field tells",
         {"in every layer": "all", "in no layer": "none", "in layers with a window": "windows"},
     )  # fmt: skip
-    return windows, tuple(causal == "all" or (causal == "windows" and own is not None) for own in windows)
+    return windows, tuple(
+        causal == "all" or (causal == "windows" and layer_window is not None) for layer_window in windows
+    )
 
 
 def _head(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind, drafted: int) -> HeadSettings | None:

@@ -121,10 +121,10 @@ class BlockNetwork(DrafterNetwork):
             self.head = head_of(settings.head, settings.vocab_size, drafted, h)
         self.convolutions: nn.ModuleList | None = None
         if settings.conv_taps:
-            own = h, settings.conv_taps, settings.conv_group
+            sizes = h, settings.conv_taps, settings.conv_group
             names = ("attention_conv", "mlp_conv")
             self.convolutions = nn.ModuleList(
-                nn.ModuleDict({name: GroupedDynamicConvolution(*own) for name in names}) for _ in range(self.layers)
+                nn.ModuleDict({name: GroupedDynamicConvolution(*sizes) for name in names}) for _ in range(self.layers)
             )
         self.confidence_head = nn.Linear(settings.confidence, 1, device="meta") if settings.confidence else None
 
@@ -148,7 +148,7 @@ class BlockNetwork(DrafterNetwork):
     def kinds(self) -> dict[int, AttentionKind]:
         """Of attention, by layer; left out are layers in which blocks attend to all before them and to themselves."""
         causal = self.settings.causal or (False,) * self.layers
-        kinds = [AttentionKind(window, causal=own) for window, own in zip(self.body.windows, causal, strict=True)]
+        kinds = [AttentionKind(window, causal=flag) for window, flag in zip(self.body.windows, causal, strict=True)]
         return {layer: kind for layer, kind in enumerate(kinds) if kind != FULL}
 
     def features(self, hidden: Tensor) -> Tensor:

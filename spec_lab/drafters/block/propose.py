@@ -151,11 +151,11 @@ class BlockDrafter(FeatureReader):
             nonlocal states
             nodes, level = rows - shape.roots, shape.depth[rows]
             parents = np.array([known[row] for row in shape.parent[nodes].tolist()] if carries else [], dtype=np.int64)
-            place, above, depth, parent = upload(
+            block_row, above, depth, parent = upload(
                 device, number[shape.root[rows]] * levels + level, token[nodes], level, parents
             )
             state = states.index_select(0, parent) if carries else states
-            row_logits, below = network.drafted(block, place, above, depth, state)
+            row_logits, below = network.drafted(block, block_row, above, depth, state)
             if carries:
                 known.update(zip(rows.tolist(), range(len(states), len(states) + len(rows)), strict=True))
                 states = torch.cat([states, below])

@@ -98,7 +98,7 @@ def _windows(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[int | None,
     unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it
     why = "layer_types and use_sliding_window tell which layers have it"
     window = files.choose("window", largest, "file", why, {"none": 0, "as stated": unused})
-    return tuple((window or None) if own or not largest else None for own in windows)
+    return tuple((window or None) if layer_window or not largest else None for layer_window in windows)
 
 
 def _interleaved(files: DrafterFiles, layer: Mapping[str, Any]) -> bool:
@@ -127,7 +127,7 @@ def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None,
     Raises:
         ValueError: the head has neither, and a hidden size that the target's do not have.
     """
-    wide, own, shapes = files.target.services.hidden_size, dict[str, bool](), files.shapes
+    wide, has_own, shapes = files.target.services.hidden_size, dict[str, bool](), files.shapes
     if w == files.target.vocabulary and "lm_head.weight" not in shapes:
         w = None
     has_end = {"lm_head": w is not None, "embedding": ENDS["embedding"] in shapes}
@@ -135,12 +135,12 @@ def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None,
         name = ENDS[convention]
         others = {"the target's": "target"} if has and h == wide else {}
         why = f"the files hold {'a' if has else 'no'} {name}"
-        own[convention] = files.choose(convention, "own" if has else "target", "file", why, others) == "own"
-        if not own[convention] and h != wide:
+        has_own[convention] = files.choose(convention, "own" if has else "target", "file", why, others) == "own"
+        if not has_own[convention] and h != wide:
             raise ValueError(f"{files.folder} holds no {name}, and the target's has hidden size {wide}, not {h}")
-        if own[convention] and not has:
+        if has_own[convention] and not has:
             raise ValueError(f"{files.folder} holds no {name} of its own: set proposer.{convention}=target")
-    return (w if own["lm_head"] else None), own["embedding"]
+    return (w if has_own["lm_head"] else None), has_own["embedding"]
 
 
 ENDS = {"lm_head": "lm_head.weight", "embedding": "embed_tokens.weight"}

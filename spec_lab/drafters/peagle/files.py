@@ -36,9 +36,9 @@ def read_peagle(
     with DrafterFiles.open(path, "a P-EAGLE head", target, options=options) as opened:
         files, prefixed = unprefixed(opened)
         files.expect("mask_hidden" in files.shapes, "mask_hidden")
-        own, interleaved = eagle_settings(files, prefixed, READ)
-        assert isinstance(own, Eagle3Settings)
-        stated = {field.name: getattr(own, field.name) for field in fields(Eagle3Settings)}
+        head_settings, interleaved = eagle_settings(files, prefixed, READ)
+        assert isinstance(head_settings, Eagle3Settings)
+        stated = {field.name: getattr(head_settings, field.name) for field in fields(Eagle3Settings)}
         settings = PEagleSettings(**stated, mask_token=_mask_token(files))
         network = files.read(PEAGLE, lambda: PEagle(settings), dtype)
         network.ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size).to(target.lm.device)

@@ -139,7 +139,7 @@ class PEagleDrafter(FeatureReader):
         _, logits = self.network.outputs(outputs[:, :levels].flatten(0, 1))  # [A * levels, V]
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
-            (place,) = upload(device, number[shape.root[rows]] * levels + shape.depth[rows])
-            return RowLogits.of(logits.index_select(0, place))
+            (level_row,) = upload(device, number[shape.root[rows]] * levels + shape.depth[rows])
+            return RowLogits.of(logits.index_select(0, level_row))
 
         return Forwards(RowLogits.of(logits[::levels]), expand)
