@@ -40,7 +40,8 @@ os.environ["COLUMNS"] = "100"
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, chain
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import chain
 from spec_lab.verify import Token
 
 p = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]], dtype=torch.float64)

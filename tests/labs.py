@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from spec_lab.analysis.tracking import Files
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.process_cache import ProcessCache
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings

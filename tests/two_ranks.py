@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models import loading, ranks, tensor_parallel
 from spec_lab.models.loading import follow

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft, Shape, empty, forest
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
+from spec_lab.core.shape import Shape, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.step_info import StepInfo

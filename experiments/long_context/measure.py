@@ -18,9 +18,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from spec_lab.core.cache_argument import cache_argument
-from spec_lab.core.draft import Draft, Shape, chain, forest, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, SequenceState

@@ -20,8 +20,8 @@ from spec_lab.constrain.engines.grammar import Grammar, json_schema, regex
 from spec_lab.constrain.engines.tree_masks import GrammarState
 from spec_lab.constrain.protocol import unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.draft import Shape, chain, forest, tree
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.results.manifest import machine
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.shape import Shape
 from spec_lab.verify import Match, Token, Typical, Verdict, Verifier
 
 POINT: frozenset[Drawn] = frozenset({"point"})

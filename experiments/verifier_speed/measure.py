@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 import spec_lab
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft, Shape, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Draws
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import step

@@ -24,10 +24,11 @@ from spec_lab.constrain.protocol import (
     started,
     unpack,
 )
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import Form, Whole, WrongOption, check_fields
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 
 Placement = Literal["target", "draft", "both", "none"]

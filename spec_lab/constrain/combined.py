@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, action_of, calling, started
-from spec_lab.core.draft import Shape
 from spec_lab.core.request import Ended, Request
+from spec_lab.core.shape import Shape
 
 T = TypeVar("T")
 

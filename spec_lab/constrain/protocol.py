@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spec_lab.core.draft import Shape
 from spec_lab.core.faults import attributed
 from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import COUNT, FACTS, FLAG, TEXT, Part, check_spelling, default
 from spec_lab.core.request import Ended, Request
+from spec_lab.core.shape import Shape
 
 if TYPE_CHECKING:
     from spec_lab.constrain.vocabulary import Vocabulary

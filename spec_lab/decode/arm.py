@@ -14,10 +14,11 @@ from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint, StepConstraint
 from spec_lab.constrain.protocol import DECLARED as constraint_declared
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import probs_dtype
 from spec_lab.core.protocols import check_declared
 from spec_lab.core.randomness import Draws
+from spec_lab.core.shape import Shape
 from spec_lab.decode.capacity import check_requires, max_at_once, max_cells, max_rows
 from spec_lab.decode.commit import Commit, commit
 from spec_lab.decode.global_constraint import Conditional, conditioned

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.decode.commit import Committed
 

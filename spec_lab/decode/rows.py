@@ -10,8 +10,9 @@ from torch import Tensor
 
 from spec_lab.constrain import Masks
 from spec_lab.constrain.protocol import TokenWeights
-from spec_lab.core.draft import POINT, Draft, Shape
+from spec_lab.core.draft import POINT, Draft
 from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.verify import Verdict
 from spec_lab.verify.arrays import Array, Arrays

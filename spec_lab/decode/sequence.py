@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Shape
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.models.target import Target
 from spec_lab.runners.runner import KVSequence
 from spec_lab.text.detokenizer import Stream

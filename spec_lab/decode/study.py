@@ -10,8 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.randomness import Draws
+from spec_lab.core.shape import Shape
 from spec_lab.decode.commit import Committed, Decision
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.verify.arrays import Arrays, rows_of

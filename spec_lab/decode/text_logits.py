@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape, chain
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import finite_, logits_to_probs
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain
 from spec_lab.decode.rows import tokens_of
 from spec_lab.models.target import Target
 from spec_lab.runners.runner import KVSequence

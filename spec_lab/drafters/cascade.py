@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import BROKEN, Draft, Drawn, Shape, chain, forest
+from spec_lab.core.draft import BROKEN, Draft, Drawn
 from spec_lab.core.inference import inference
 from spec_lab.core.limit import Limit
 from spec_lab.core.options import DraftModelPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import Sampling, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.arm import Arm, Choose, Memory
 from spec_lab.decode.capacity import max_at_once

@@ -14,8 +14,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Shape
 from spec_lab.core.options import Count, checked
+from spec_lab.core.shape import Shape
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.layer_checks import check_exit, layers_of, with_layer_ranges

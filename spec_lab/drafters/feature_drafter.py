@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.reading import Reading
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at, upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState

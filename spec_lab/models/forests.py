@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape
 from spec_lab.runners.runner import Runner
 
 TREES = (2, (0, 0, 3, 1, 5), (1, 2)), (2, (0, 0, 2, 1, 1, 6), ()), *((1, (), ()),) * 5, (1, (0, 0, 1), ())

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import WrongOption
+from spec_lab.core.shape import chain, forest, tree
 from spec_lab.models.forests import Checked, Rows, largest_error, rows_of
 from spec_lab.models.plain_forwards import EXACT, Mismatch, PlainForwards
 from spec_lab.models.support import Unsupported

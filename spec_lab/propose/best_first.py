@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import Shape
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.grower import Children, Grower
 from spec_lab.propose.stop_rules import Stop

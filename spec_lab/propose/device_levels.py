@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Late, Shape
+from spec_lab.core.draft import Draft, Drawn, Late
 from spec_lab.core.probabilities import Sampling, finite, likeliest, logits_to_probs, one_hot_, probs_dtype
 from spec_lab.core.randomness import CounterDraws, Key, Purpose, UploadedKeys
+from spec_lab.core.shape import Shape
 from spec_lab.decode.sequence import Batch, by_row
 
 Compute = Callable[[int, Tensor, Tensor], Tensor]

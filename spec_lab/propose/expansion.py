@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Shape
+from spec_lab.core.shape import Shape
 
 
 class Computed(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import BROKEN, Draft, Drawn, Shape
+from spec_lab.core.draft import BROKEN, Draft, Drawn
 from spec_lab.core.probabilities import (
     Sampling,
     finite,
@@ -23,6 +23,7 @@ from spec_lab.core.probabilities import (
     probs_dtype,
 )
 from spec_lab.core.randomness import Key, Purpose, upload_keys
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.decode.sequence import Batch, by_row

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Drawn, Shape
+from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Drawn
 from spec_lab.core.options import WrongOption
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch

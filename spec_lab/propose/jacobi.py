@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import checked
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec_lab.core.draft import Drawn, chain, forest
+from spec_lab.core.draft import Drawn
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import chain, forest
 from spec_lab.core.upload import upload
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.expansion import Computed, Expand, RowLogits

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spec_lab.core.draft import Draft, Drawn, Shape, forest
-from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, forest
+from spec_lab.core.shape import tree as shape_of
 from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch

@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import Folder, Number, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, forest
 from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch, SequenceState

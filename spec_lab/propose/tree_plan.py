@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Drawn, Shape, forest
-from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import Share, Temperature, WrongOption, brief, checked
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import Shape, forest
+from spec_lab.core.shape import tree as shape_of
 from spec_lab.decode.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.device_levels import DeviceLevels

@@ -18,8 +18,8 @@ from typing import Annotated, TypeGuard
 
 import numpy as np
 
-from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import Form, Whole, WrongOption, brief
+from spec_lab.core.shape import tree as shape_of
 
 Ranks = tuple[int, ...]
 """A node, as the path of child ranks that leads to it."""

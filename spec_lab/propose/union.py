@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.core.draft import ComputedOnly, Draft, Shape
+from spec_lab.core.draft import ComputedOnly, Draft
 from spec_lab.core.options import WrongOption, checked
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, DraftMasks

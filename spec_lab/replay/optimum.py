@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.shape import Shape
 from spec_lab.verify.transport import inside, transport_bound
 
 MAX_RANKS = {"iid": 16, "without": 6}

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft, Shape
+from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import Shape
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO, Reduced
 from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from spec_lab.core.draft import WAYS, Drawn, Shape
+from spec_lab.core.draft import WAYS, Drawn
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import Shape
 from spec_lab.decode.recording import ID_BYTES, unpack_ids
 from spec_lab.replay.recording_memory import check_memory
 from spec_lab.results import run_state, study, sweep

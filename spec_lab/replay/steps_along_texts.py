@@ -32,8 +32,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import brief
+from spec_lab.core.shape import Shape
 from spec_lab.propose.trees import Choices, depth_of, parse
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.core.draft import Shape
 from spec_lab.core.options import brief
+from spec_lab.core.shape import Shape
 from spec_lab.propose.trees import Choices, depth_of, parse, write
 from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
 

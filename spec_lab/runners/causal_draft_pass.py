@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.inference import inference
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.runners.draft_pass import Partial, Route
 from spec_lab.runners.forward import ModelCall

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Clock, Phase
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.inference import inference
 from spec_lab.core.own_attention import own_attention
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.core.shape import Shape
 from spec_lab.runners.adaptors import adapt, has_alibi
 from spec_lab.runners.attention import (
     SPANS,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import AttentionKind, Pack
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence

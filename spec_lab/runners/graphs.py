@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.runners.attention import FULL, AttentionKind, CellCache, uncounted
 from spec_lab.runners.forward import Forward, ModelCall

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.core.shape import Shape
 from spec_lab.runners.llama_context import MAX_IDS, LlamaSettings, Logits, OutOfCells
 from spec_lab.runners.llama_library import Model
 from spec_lab.runners.llama_runner import LlamaRunner, on_host

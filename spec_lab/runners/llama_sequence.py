@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_lab.core.draft import Shape
+from spec_lab.core.shape import Shape
 
 if TYPE_CHECKING:
     from spec_lab.runners.llama_cpp import LlamaCpp

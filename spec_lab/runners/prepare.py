@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.runners.attention import FULL, AttentionKind, Pack, Segment, attention_mask
 from spec_lab.runners.forward import Forward, ModelCall

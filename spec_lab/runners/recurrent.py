@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at
 from spec_lab.runners.forward import Forward
 from spec_lab.runners.kv_cache import CellSequence

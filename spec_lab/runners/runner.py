@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Clock, Phase
-from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.roofline import ForwardWork
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import Attention
 from spec_lab.runners.draft_pass import Route, Sublayer

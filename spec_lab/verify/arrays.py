@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import DeviceShape, Shape
+from spec_lab.core.shape import DeviceShape, Shape
 from spec_lab.core.upload import upload
 
 CHUNK = 2**19

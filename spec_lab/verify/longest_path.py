@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import DeviceShape, Draft, Shape
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import DeviceShape, Shape
 from spec_lab.verify.arrays import CHUNK, Array, parts, view
 from spec_lab.verify.match import ANY_DRAW, walk
 from spec_lab.verify.siblings import Siblings

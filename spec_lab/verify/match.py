@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.shape import Shape
 from spec_lab.verify.arrays import Array, Arrays, rows_of, view, zeroed_
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, check_rows
 from spec_lab.verify.verdict import Verdict, Verifier

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WITHOUT, Draft, Schedule
+from spec_lab.core.draft import POINT, WITHOUT, Draft
+from spec_lab.core.shape import Schedule
 from spec_lab.core.upload import upload
 from spec_lab.verify.arrays import CHUNK, parts, rows_of, zeroed_
 from spec_lab.verify.siblings import HUGE, TINY, Siblings

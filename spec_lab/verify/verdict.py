@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import SOME_WAYS, Draft, Drawn, Shape
+from spec_lab.core.draft import SOME_WAYS, Draft, Drawn
 from spec_lab.core.protocols import FACTS, FLAG, TEXT, Part, default
 from spec_lab.core.randomness import Draws, Key, Purpose, upload_keys
+from spec_lab.core.shape import Shape
 from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
 

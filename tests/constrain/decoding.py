@@ -6,7 +6,7 @@ import numpy as np
 
 from spec_lab.constrain.engines.grammar import Grammar
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Masks, allows, unpack
-from spec_lab.core.draft import Shape
+from spec_lab.core.shape import Shape
 from tests.constrain.parts import after, allowed, by_fresh_matchers, request, wood
 
 STRUCTURE = frozenset('{}[]()":,;=+*')

@@ -13,8 +13,8 @@ from spec_lab.cli.main import zoo
 from spec_lab.constrain.engines.grammar import Grammar, compiled
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Masks, allows, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.draft import Shape, chain, forest
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 
 END, A, B, AB, C, ONE, TWO, QUOTE, E1, E2, E = range(11)
 TOKENS = [b"<end>", b"a", b"b", b"ab", b"c", b"1", b"2", b'"', b"\xc3", b"\xa9", b"\xc3\xa9"]

@@ -16,7 +16,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import Grammar, choice, json_schema, lark, regex
 from spec_lab.constrain.protocol import ConstraintError, masks_by_forking, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.draft import Shape, chain, forest
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.tasks.certify.masks import compare_masks
 from tests.constrain import parts
 from tests.constrain.decoding import NESTED_ARRAYS, TREE, wrong_rows

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spec_lab.constrain.applied import AppliedConstraint, DraftTreeMasks
-from spec_lab.core.draft import chain, forest
+from spec_lab.core.shape import chain, forest
 from tests.constrain.toys import Table, uneven
 
 CHAIN = forest((chain(1),))

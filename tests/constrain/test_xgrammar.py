@@ -12,7 +12,7 @@ import pytest
 from spec_lab.constrain import load
 from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.protocol import ConstraintError, mask_of, masks_by_forking, unpack, width
-from spec_lab.core.draft import Shape, chain, forest
+from spec_lab.core.shape import Shape, chain, forest
 from tests.constrain import parts
 from tests.constrain.parts import TOKENS, after, allowed, bundled, drafted, request, same, toy, wood
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import WAYS, ComputedOnly, Draft, Shape, chain, forest, tree
+from spec_lab.core.draft import WAYS, ComputedOnly, Draft
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.propose import Null
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "published_trees.json").read_text())

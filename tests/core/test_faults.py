@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import ComputedOnly, Draft, chain, forest
+from spec_lab.core.draft import ComputedOnly, Draft
 from spec_lab.core.faults import PartError, Passing, attributed
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.step import propose
 from spec_lab.verify import Match
 from tests import checkpoints

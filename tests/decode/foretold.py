@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Shape, forest, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape, forest, tree
 from spec_lab.decode.proposer import Proposer
 from tests.tiny import VOCABULARY
 

@@ -10,10 +10,11 @@ import torch
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.protocol import Constraint, ConstraintState, mask_of
-from spec_lab.core.draft import ComputedOnly, Draft, chain, empty, forest, tree
+from spec_lab.core.draft import ComputedOnly, Draft, empty
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import chain, forest, tree
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.proposer import Proposer, Requires

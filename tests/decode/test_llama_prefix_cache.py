@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import Shape
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.prefix_cache import BLOCK, PrefixCache

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.core.draft import Draft, Shape, forest, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import Shape, forest, tree
 from spec_lab.decode import step as engine_step
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group

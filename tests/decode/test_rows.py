@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, empty, forest
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Null

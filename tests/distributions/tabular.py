@@ -12,8 +12,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from spec_lab.core.draft import WAYS, Draft, Drawn, Shape
+from spec_lab.core.draft import WAYS, Draft, Drawn
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.core.shape import Shape
 from spec_lab.tasks.certify import outputs
 from spec_lab.tasks.certify.enumeration import explore
 from spec_lab.tasks.certify.toy_models import RandomToy, code

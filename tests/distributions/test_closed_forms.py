@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_lab.core.draft import chain, tree
+from spec_lab.core.shape import chain, tree
 from spec_lab.verify import Match, Token, Traversal
 from tests.distributions.tabular import Outputs, World
 from tests.distributions.test_lossless import TREES

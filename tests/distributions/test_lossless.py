@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spec_lab.core.draft import chain, tree
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.core.shape import chain, tree
 from spec_lab.tasks.certify.enumeration import Reused, Script, explore
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import TOYS, Instance

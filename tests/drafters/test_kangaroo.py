@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import forest, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
+from spec_lab.core.shape import forest, tree
 from spec_lab.decode.proposer import Observation
 from spec_lab.drafters.kangaroo import propose as kangaroo
 from spec_lab.drafters.kangaroo.files import read_kangaroo

@@ -18,7 +18,8 @@ import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.applied import Placement
-from spec_lab.core.draft import Draft, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import tree
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import CONSTRAINED, END, QUICK, Instance, every_instance

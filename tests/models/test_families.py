@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.own_attention import own_attention
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.drafters.draft_model.propose import DraftModel

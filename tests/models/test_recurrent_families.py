@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.proposer import Proposer

@@ -15,7 +15,8 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_lab.core.draft import Draft, chain, empty, forest
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import chain, forest
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash

@@ -15,10 +15,11 @@ import torch
 from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM
 
 import spec_lab
-from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.models import gguf

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import spec_lab
-from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.decode.prefix_cache import PrefixCache

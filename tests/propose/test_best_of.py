@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.propose.best_of import RECOVERY, BestOf
 from spec_lab.propose.ngram import Ngram

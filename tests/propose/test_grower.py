@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.grower import likeliest_on_host
 from spec_lab.propose.levels import LevelByLevel

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import forest, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import forest, tree
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Stop, Svip, entropy

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import tree
+from spec_lab.core.shape import tree
 from spec_lab.propose.trees import (
     by_rank,
     depth_of,

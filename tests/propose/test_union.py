@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import POINT, Shape, chain, forest
+from spec_lab.core.draft import POINT
 from spec_lab.core.draft import Draft as CoreDraft
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.decode.proposer import Proposer, Requires
 from spec_lab.propose.continuations import Trie
 from spec_lab.propose.hybrid import join

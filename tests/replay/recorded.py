@@ -3,9 +3,10 @@
 import numpy as np
 import pandas as pd
 
-from spec_lab.core.draft import WAYS, Draft, Shape
+from spec_lab.core.draft import WAYS, Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import Shape
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording

@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 
 from spec_lab.cli.commands import command
-from spec_lab.core.draft import Draft, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.shape import tree
 from spec_lab.decode.recording import Recording
 from spec_lab.propose.trees import parse
 from spec_lab.replay import bounds, pseudo_tokens

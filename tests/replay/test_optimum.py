@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import tree
 from spec_lab.propose.trees import parse
 from spec_lab.replay.optimum import by_rank, levels, modelled, optimal_acceptance, summed
 from spec_lab.verify import KSeq, Match, Token, Traversal

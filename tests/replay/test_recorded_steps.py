@@ -8,8 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from spec_lab.core.draft import Draft, Shape, chain, forest, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.propose.trees import parse
 from spec_lab.replay import pseudo_tokens, recorded_steps
 from spec_lab.replay.designs import (

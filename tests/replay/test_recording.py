@@ -6,9 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, forest, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import forest, tree
 from spec_lab.decode.recording import Recording, pack_ids, recorded_numbers, unpack_ids
 from spec_lab.propose.trees import parse
 from spec_lab.results.parts import schema

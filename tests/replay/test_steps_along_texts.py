@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import tree
 from spec_lab.propose.trees import parse
 from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.recorded_trees import NeedsModel, RecordedText, RunVerifier
@@ -165,7 +166,7 @@ def test_recorded_point_trees_are_followed_along_the_text():
     shape = tree(width)
     before = [0, *text[:-1]]
     order = np.argsort(-Q, axis=1, kind="stable")
-    from spec_lab.core.draft import forest
+    from spec_lab.core.shape import forest
 
     drafted = [[order[x, 0], order[x, 1], order[order[x, 0], 0]] for x in before]
     whole = forest((shape,) * len(text))

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape
 
 
 def chains(counts, generator, vocabulary):

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.runners.attention import (
     FULL,
     AttentionKind,

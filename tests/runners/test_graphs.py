@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import chain, empty, forest
+from spec_lab.core.draft import empty
+from spec_lab.core.shape import chain, forest
 from spec_lab.models.target import Target
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.graphs import MAX_PENDING, MAX_ROWS, Buffers, padded, uncaptured

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.runners.causal_draft_pass import Continued
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.draft_pass import Route, Sublayer

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, empty
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import chain
 from spec_lab.runners.adaptors import has_alibi
 from spec_lab.runners.attention import recurrent_layers
 from spec_lab.runners.causal_lm import CausalLM

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import chain, forest, tree
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.feature_lm import FeatureLM
 from tests.tiny import VOCABULARY, tiny_model

@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, Shape, chain, empty
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import Shape, chain
 from spec_lab.runners.attention import FULL, AttentionKind
 from spec_lab.runners.dense import DensePacker
 from spec_lab.runners.kv_cache import GRAIN, Cells

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
-from spec_lab.core.draft import Draft, Shape, chain, empty, tree
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import Shape, chain, tree
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.capacity import check_requires
 from spec_lab.decode.engine import Engine, Limits

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from spec_lab.core.draft import Draft, Shape, chain, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import Shape, chain, tree
 from spec_lab.verify import Cascade, Token
 from tests.distributions import twin_zoo
 from tests.distributions.tabular import Outputs, World

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core import draft as draft_module
-from spec_lab.core.draft import WAYS, Draft, Shape, chain, forest, tree
+from spec_lab.core import shape as shape_module
+from spec_lab.core.draft import WAYS, Draft
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.core.upload import upload
 from spec_lab.verify import (
     Cascade,
@@ -162,7 +163,7 @@ def test_a_choice_that_could_not_be_sampled_is_reported_once_it_is_copied():
 def test_a_shape_is_uploaded_once(verifier, monkeypatch):
     """Index arrays of a shape that comes again stay on the device."""
     uploads = []
-    monkeypatch.setattr(draft_module, "upload", lambda *arrays: uploads.append(1) or upload(*arrays))
+    monkeypatch.setattr(shape_module, "upload", lambda *arrays: uploads.append(1) or upload(*arrays))
     shape = Shape(2, np.array([0, 0, 1, 2, 4]))
     for _ in range(3):
         way = next(iter(sorted(verifier.accepts)))

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.tasks.certify.toy_models import code
 from spec_lab.verify import Gumbel, Match, Token, Traversal, check_pair, choose, match_probability
 from tests.distributions.tabular import World

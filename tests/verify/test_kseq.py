@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, forest, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import forest, tree
 from spec_lab.verify import KSeq, Token, Verdict, arrays
 from spec_lab.verify.kseq import min_rho
 from tests.distributions import twin_zoo

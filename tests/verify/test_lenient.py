@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from spec_lab.core.draft import chain
+from spec_lab.core.shape import chain
 from spec_lab.verify import Lenient, Token
 from tests.distributions.tabular import Outputs, World
 from tests.distributions.test_closed_forms import WORLDS, Constant

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import chain, forest, tree
 from spec_lab.verify import Match, Relaxed, Typical
 from spec_lab.verify.longest_path import ends
 from tests.distributions.tabular import Outputs, World

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.analysis import metrics
-from spec_lab.core.draft import Draft, Shape, chain, forest, tree
+from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Proposer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from spec_lab.core.draft import tree
+from spec_lab.core.shape import tree
 from spec_lab.verify import Match, Token, Traversal
 from spec_lab.verify.transport import all_inside, transport_bound
 from tests.distributions.tabular import Outputs, World

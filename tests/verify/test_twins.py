@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, forest, tree
+from spec_lab.core.draft import POINT, WAYS, Draft
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.verify import Match, Token, Traversal, arrays, choose, greedy_path, parallel, rejection
 from tests.distributions import twin
 from tests.distributions.tabular import explore

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import ComputedOnly, Draft, chain, forest, tree
+from spec_lab.core.draft import ComputedOnly, Draft
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import chain, forest, tree
 from spec_lab.verify import (
     Cascade,
     Gumbel,

@@ -8,7 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, chain, empty, forest
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import chain, forest
 from spec_lab.tasks.certify.enumeration import explore
 from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Token, Traversal, Typical, choose, kseq, longest_path
 from spec_lab.verify import cascade as cascade_module

@@ -17,8 +17,8 @@ from experiments.gpu.check.proposers import LAYER
 from experiments.gpu.random_models import SHAPES, WAYS, llama, target_of
 from experiments.gpu.timing import random_requests
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Shape
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.shape import Shape
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_layers import load_weights

@@ -15,9 +15,9 @@ from spec_lab.constrain.engines.source import MAX_THREADS, as_text, check_number
 from spec_lab.constrain.engines.tree_masks import DEAD_END, GrammarState, brief, masks
 from spec_lab.constrain.protocol import Constraint, ConstraintError, Masks, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.draft import Shape
 from spec_lab.core.options import Count, OneOf, Whole, WrongOption, check_fields, one_of
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 
 KINDS = ("regex", "json_schema", "lark", "choice")
 

@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Masks, full_mask, width
-from spec_lab.core.draft import Shape
+from spec_lab.core.shape import Shape
 
 DEAD_END = "NoExtensionBias"
 """How the engine's error begins where no token is allowed and the text may not end either."""

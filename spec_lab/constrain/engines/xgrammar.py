@@ -23,9 +23,9 @@ from spec_lab.constrain.engines.dialect import check_exact, either, pattern_for
 from spec_lab.constrain.engines.source import MAX_THREADS, as_text, matcher_of, read_source, shown
 from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.core.draft import Shape
 from spec_lab.core.options import OneOf, Whole, WrongOption, check_fields
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 
 KINDS = ("regex", "json_schema", "choice")
 

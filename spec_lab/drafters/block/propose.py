@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Unpack
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Shape
 from spec_lab.core.options import DrafterPath, Filled, Whole, checked
 from spec_lab.core.reading import Reading
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState

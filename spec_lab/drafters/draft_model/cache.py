@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.core.draft import Shape
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.decode.proposer import runner_kv_bytes
 from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.runners.runner import DraftRunner, KVSequence

@@ -13,8 +13,9 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.options import DraftModelPath, Filled, WrongOption, checked
+from spec_lab.core.shape import Shape
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Shape
 from spec_lab.core.options import DrafterPath, Filled
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at, upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState

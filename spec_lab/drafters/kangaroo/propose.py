@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Count, DrafterPath, Filled, checked
+from spec_lab.core.shape import Shape
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.drafters.early_exit import FirstLayers

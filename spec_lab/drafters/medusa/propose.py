@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape, forest
-from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Count, DrafterPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import likeliest
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, forest
+from spec_lab.core.shape import tree as shape_of
 from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch

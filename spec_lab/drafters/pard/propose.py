@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import DrafterPath, Filled, Whole, brief, checked
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState

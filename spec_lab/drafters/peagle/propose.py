@@ -13,9 +13,10 @@ from typing import Annotated, Any, Unpack
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Shape, upload
 from spec_lab.core.options import DrafterPath, Filled, OneOf, checked
 from spec_lab.core.reading import Reading
+from spec_lab.core.shape import Shape
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.feature_drafter import drafts_below

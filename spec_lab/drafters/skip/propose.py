@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.clock import Phase
-from spec_lab.core.draft import Shape, chain
 from spec_lab.core.options import Count, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain
 from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState

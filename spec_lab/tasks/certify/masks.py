@@ -18,8 +18,8 @@ import numpy as np
 from spec_lab.constrain import AppliedConstraint, ConstraintError, ConstraintState
 from spec_lab.constrain.applied import DraftTreeMasks, forced_token
 from spec_lab.constrain.protocol import allows, full_mask, pack, unpack, width
-from spec_lab.core.draft import Shape, chain, forest
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 
 BATCH = 4
 """Largest number of texts that get a draft in one step."""

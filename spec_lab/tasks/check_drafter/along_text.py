@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.rows import constrained_probs, tokens_of
 from spec_lab.decode.sequence import Batch, SequenceState

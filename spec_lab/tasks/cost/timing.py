@@ -14,11 +14,12 @@ from statistics import median
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, forest
 from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, SequenceState

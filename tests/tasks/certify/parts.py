@@ -9,8 +9,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Proposer
 from spec_lab.verify import Lenient, Token, Verdict, Verifier
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, forest, tree
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import forest, tree
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.certificate import in_short, prove

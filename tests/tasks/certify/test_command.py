@@ -169,7 +169,8 @@ MODULE = """
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
+from spec_lab.core.shape import chain, forest
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.decode.proposer import Proposer
 from spec_lab.verify import Lenient, Token, Verifier

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import Draft
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.core.shape import chain, forest
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.enumeration import Script, Unrepeatable, side_by_side
 from spec_lab.tasks.certify.instances import LOOPS, QUICK

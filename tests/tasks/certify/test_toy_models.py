@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.tasks.certify.toy_models import IMPOSSIBLE, PROMPT, RandomToy, code, logits, table_models, text_of, warped
 
 TOY = RandomToy(1)  # with all special cases

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import torch
 
-from spec_lab.core.draft import Draft, Drawn, chain, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import whole
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Proposer  # it has no state between steps
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target

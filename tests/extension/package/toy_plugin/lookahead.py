@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from spec_lab.core.draft import ComputedOnly, Draft, Drawn, chain, forest
+from spec_lab.core.draft import ComputedOnly, Draft, Drawn
 from spec_lab.core.request import Request
+from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 

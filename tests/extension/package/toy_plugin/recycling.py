@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.request import Request
+from spec_lab.core.shape import Shape, forest
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spec_lab.core.draft import WAYS, Draft, Drawn, Shape, forest
+from spec_lab.core.draft import WAYS, Draft, Drawn
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.core.shape import Shape, forest
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
