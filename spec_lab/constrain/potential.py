@@ -101,7 +101,7 @@ def explore(
     stop: frozenset[int],
     vocabulary: int,
     length: int,
-    most: int,
+    max_nodes: int,
 ) -> Prefixes:
     """Return the prefixes of all valid outputs.
 
@@ -110,10 +110,10 @@ def explore(
         stop: tokens that end a text.
         vocabulary: V.
         length: most tokens of an output, the stop token included.
-        most: largest number of nodes.
+        max_nodes: largest number.
 
     Raises:
-        TooManyPrefixes: more than ``most`` nodes.
+        TooManyPrefixes: more than ``max_nodes`` nodes.
         ConstraintError: no valid output exists; or as the constraint's state.
     """
     texts: list[Text] = [()]
@@ -131,8 +131,8 @@ def explore(
             may = NO_TOKENS  # a dead end
         ends, to = np.isin(may, list(stop)), np.full(len(may), END)
         for index in np.flatnonzero(~ends).tolist() if len(text) + 1 < length else ():
-            if len(texts) >= most:
-                raise TooManyPrefixes(f"valid outputs have more than {most} prefixes")
+            if len(texts) >= max_nodes:
+                raise TooManyPrefixes(f"valid outputs have more than {max_nodes} prefixes")
             after, token = here.fork(), int(may[index])
             with suppress(ConstraintError):  # a dead end as well
                 after.advance(token)

@@ -26,12 +26,12 @@ class Trie:
     token: list[int] = field(default_factory=list)
     _row: dict[tuple[int, int], int] = field(default_factory=dict)  # of each child, by its parent's row and its token
 
-    def add(self, parent: Iterable[int], token: Sequence[int], most: int) -> list[int] | None:
-        """Merge a tree, as long as the trie has fewer than ``most`` nodes.
+    def add(self, parent: Iterable[int], token: Sequence[int], max_nodes: int) -> list[int] | None:
+        """Merge a tree, as long as the trie has fewer than ``max_nodes`` nodes.
 
         Args:
             parent, token: ``[m]`` of the tree, as of this class.
-            most: nodes of the trie.
+            max_nodes: of the trie.
 
         Returns:
             ``[m]`` the nodes' numbers within the trie; None where some were left out.
@@ -40,7 +40,7 @@ class Trie:
         for above, drafted in zip(parent, token, strict=False):
             row = rows[above]
             child = self._row.get((row, drafted), -1) if row >= 0 else -1
-            if child < 0 <= row and len(self.token) < most:
+            if child < 0 <= row and len(self.token) < max_nodes:
                 self.parent.append(row)
                 self.token.append(drafted)
                 child = self._row[row, drafted] = len(self.token)

@@ -209,12 +209,12 @@ def _parse(value: Any, conditions: Mapping[str, Any], sizes: Sequence[int]) -> S
     return StepCosts(seconds, spread, steps, threads, load, cores, kept["measured"], cached=True)
 
 
-def _number(value: Any, least: float = 1e-9) -> float:
-    """``value``, if it is a number from ``least`` to a million.
+def _number(value: Any, minimum: float = 1e-9) -> float:
+    """``value``, if it is a number from ``minimum`` to a million.
 
     Raises:
         ValueError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1e6:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= 1e6:
         raise ValueError("not a number in range")
     return float(value)

@@ -76,7 +76,7 @@ class ForcedChains(Grower):
         drawn: "iid", "without" or "point".
         batch: the sequences, with draft masks.
         depths: ``[B]`` most tokens drawn.
-        most: ``[B]`` most nodes.
+        max_nodes: ``[B]`` of each tree.
         samplings: ``[B]`` how the drafter samples.
         stop: where nothing more is drawn; None: nowhere.
     """
@@ -86,11 +86,11 @@ class ForcedChains(Grower):
         drawn: Drawn,
         batch: Batch,
         depths: Sequence[int],
-        most: Sequence[int],
+        max_nodes: Sequence[int],
         samplings: Sequence[Sampling],
         stop: Stop | None = None,
     ) -> None:
-        lengths = [min(depth + RUN, nodes) if depth else 0 for depth, nodes in zip(depths, most, strict=True)]
+        lengths = [min(depth + RUN, nodes) if depth else 0 for depth, nodes in zip(depths, max_nodes, strict=True)]
         super().__init__(drawn, batch, forest(tuple(map(chain, lengths))), samplings, stop)
         self.length, self.left = np.array(lengths), np.array(depths)  # [B]; tokens to be drawn
         self.first = self.shape.roots + self.length.cumsum() - self.length  # [B] of each tree, its first node

@@ -49,12 +49,12 @@ class Window:
     rows: int = 0
     pool: dict[int, OrderedDict[Followers, None]] = field(default_factory=dict)
 
-    def keep(self, first: int, followers: Followers, most: int) -> None:
-        """Put an n-gram into the pool; of more than ``most`` with the same first token the oldest is forgotten."""
+    def keep(self, first: int, followers: Followers, max_followers: int) -> None:
+        """Put an n-gram into the pool; of more than ``max_followers`` with one first token the oldest is forgotten."""
         known = self.pool.setdefault(first, OrderedDict())
         known[followers] = None
         known.move_to_end(followers)
-        if len(known) > most:
+        if len(known) > max_followers:
             known.popitem(last=False)
 
 

@@ -98,15 +98,15 @@ class SuffixRules:
         return Found(best, longest)
 
 
-def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: float, least: float) -> SuffixDraft:
-    """Return the tree of ``grow`` with one child, a chain, in less time; no draft if its score is at most ``least``.
+def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: float, min_score: float) -> SuffixDraft:
+    """Return the tree of ``grow`` with one child, a chain, in less time; no draft if its score is <= ``min_score``.
 
     Args:
         source: what the positions are of.
         places: the position of each occurrence.
         budget: maximum number of nodes.
         min_share: smallest probability of a node.
-        least: a score.
+        min_score: a score.
     """
     tokens: list[int] = []
     total, counted, ended = len(places), 0, source.end
@@ -120,7 +120,7 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
             counts[ended] = 0
             token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
             same = counts[token]
-        if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= least:
+        if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= min_score:
             break
         if same < len(places):
             places = [position for position, following in zip(places, column, strict=True) if following == token]
@@ -129,7 +129,7 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
             tokens += _common(source.continuations([position + depth for position in places], budget - depth))
         counted += same * (len(tokens) - depth)
     score = counted / total
-    return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > least else NO_DRAFT
+    return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > min_score else NO_DRAFT
 
 
 def _common(rows: list[list[int]]) -> list[int]:

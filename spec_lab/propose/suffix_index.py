@@ -124,7 +124,7 @@ class SuffixIndex:
 
     # Lookups ---------------------------------------------------------------------------------------------------------
 
-    def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
+    def matches(self, context: Sequence[int], max_matches: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
         context = context[-self.max_match :]
         length = len(context)
@@ -136,10 +136,10 @@ class SuffixIndex:
         text, shift, size = self._bytes, 4 * (len(self._pad) - self.dropped), 4 * length
         number = int.from_bytes(query, "big")
 
-        def match(position: int, most: int) -> int:
+        def match(position: int, max_length: int) -> int:
             end = 4 * position + shift
             differs = int.from_bytes(text[end - size : end], "little") ^ number
-            return min(most, length - (differs.bit_length() + 31) // 32)
+            return min(max_length, length - (differs.bit_length() + 31) // 32)
 
         def sample(length: int, first: int, second: int, wanted: int) -> list[int]:
             prefix = query[: 4 * length]
@@ -153,8 +153,8 @@ class SuffixIndex:
         left, right = (match(neighbours[0], length) if neighbours else 0 for neighbours in nearest)
         if not worth(max(left, right)):
             return iter(())
-        before, after = self._before(at, offset, most + 1), self._after(at, offset, most + 1)
-        return levels(before, after, left, right, most, worth, match, sample)
+        before, after = self._before(at, offset, max_matches + 1), self._after(at, offset, max_matches + 1)
+        return levels(before, after, left, right, max_matches, worth, match, sample)
 
     def following(self, places: Sequence[int], offset: int) -> list[int]:
         """As in ``SuffixSource``."""

@@ -25,14 +25,14 @@ class SuffixSource(Protocol):
     end: int
     """Stands for a token where a text ends."""
 
-    def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
-        """Up to ``most`` occurrences of the last tokens of ``context``, by match length, the longest first.
+    def matches(self, context: Sequence[int], max_matches: int, worth: Callable[[int], bool]) -> Iterator[Level]:
+        """Up to ``max_matches`` occurrences of the last tokens of ``context``, by match length, the longest first.
 
         Where more occurrences have one match length than are wanted, they are taken evenly spread over their range.
 
         Args:
             context: a text, of which the last tokens are enough.
-            most: at least 1.
+            max_matches: at least 1.
             worth: whether a match of this length is of use; asked just before its occurrences are collected, and from
                 the first one on that is not the search ends.
         """
@@ -55,7 +55,7 @@ def levels(
     after: list[int],
     left: int,
     right: int,
-    most: int,
+    max_matches: int,
     worth: Callable[[int], bool],
     match: Match,
     sample: Callable[[int, int, int, int], list[int]],
@@ -63,24 +63,24 @@ def levels(
     """Yield the occurrences around the place of a context in sorted positions, as ``SuffixSource.matches`` does.
 
     Args:
-        before, after: up to ``most + 1`` positions on both sides of the place, the nearest first.
+        before, after: up to ``max_matches + 1`` positions on both sides of the place, the nearest first.
         left, right: the matches of the nearest; 0 where there is none.
-        most, worth: as of ``SuffixSource.matches``.
+        max_matches, worth: as of ``SuffixSource.matches``.
         match: of the context.
         sample: of a match length, how many positions before and after the place have longer matches, and a number,
             returns so many positions of this match length, evenly spread.
     """
     i = j = 0  # how many of ``before`` and ``after`` match at least the length at hand
-    while i + j < most and (length := max(left, right)) and worth(length):
+    while i + j < max_matches and (length := max(left, right)) and worth(length):
         first, second = i, j
         if left == length:
             i, left = _passed(before, i, length, match)
         if right == length:
             j, right = _passed(after, j, length, match)
-        if i + j <= most:
+        if i + j <= max_matches:
             places = before[first:i] + after[second:j]
         else:
-            places = sample(length, first, second, most - first - second)
+            places = sample(length, first, second, max_matches - first - second)
         places.sort(reverse=True)
         yield length, places
 

@@ -113,7 +113,7 @@ class TokenStore:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return TokenStore(tokens, order, first, min(longest, CONTEXT), kept, digest)
 
-    def matches(self, context: Sequence[int], most: int, worth: Callable[[int], bool]) -> Iterator[Level]:
+    def matches(self, context: Sequence[int], max_matches: int, worth: Callable[[int], bool]) -> Iterator[Level]:
         """As in ``SuffixSource``."""
         separator = self.end
         query = context[: -self.longest - 1 : -1]
@@ -128,11 +128,11 @@ class TokenStore:
         last = b"\xff" * (2 * size)  # larger than what precedes any position
         point = self._rank(low, high, wanted[size:] + last)
 
-        def match(position: int, most: int) -> int:
+        def match(position: int, max_length: int) -> int:
             have = min(position, length)
             preceding = int.from_bytes(text[(position - have) * size : position * size], "little")
             bits = (preceding ^ number >> 8 * size * (length - have)).bit_length()
-            return min(most, have - -(-bits // (8 * size)))
+            return min(max_length, have - -(-bits // (8 * size)))
 
         def sample(length: int, first: int, second: int, count: int) -> list[int]:
             start, end = low, high
@@ -145,9 +145,9 @@ class TokenStore:
         right = match(order[point], length) if point < high else 0
         if not worth(max(left, right)):
             return iter(())
-        before = order[max(low, point - most - 1) : point].tolist()[::-1]
-        after = order[point : min(high, point + most + 1)].tolist()
-        return levels(before, after, left, right, most, worth, match, sample)
+        before = order[max(low, point - max_matches - 1) : point].tolist()[::-1]
+        after = order[point : min(high, point + max_matches + 1)].tolist()
+        return levels(before, after, left, right, max_matches, worth, match, sample)
 
     def _rank(self, low: int, high: int, wanted: bytes) -> int:
         """Return where the positions of a range of one last token end whose bytes before it are smaller."""

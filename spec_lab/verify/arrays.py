@@ -55,9 +55,9 @@ class Arrays:
         """``x`` where the condition holds, else ``y``."""
         return np.where(condition, x, y) if self.device is None else torch.where(condition, x, y)
 
-    def at_least(self, x: Array, least: float) -> Array:
-        """``x``, but at least ``least``."""
-        return np.maximum(x, least) if self.device is None else x.clamp_min(least)
+    def at_least(self, x: Array, minimum: float) -> Array:
+        """``x``, but at least ``minimum``."""
+        return np.maximum(x, minimum) if self.device is None else x.clamp_min(minimum)
 
     def at_most(self, x: Array, limit: float) -> Array:
         """``x``, but at most ``limit``."""

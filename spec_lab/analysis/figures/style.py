@@ -76,9 +76,9 @@ def legend_width(names: Iterable[str]) -> float:
     return text_width(names, 8.5) + 0.6
 
 
-def legend_height(least: float, names: Collection[str]) -> float:
+def legend_height(min_height: float, names: Collection[str]) -> float:
     """Return a height of the axes on which the legend of these names has room, in inches."""
-    return max(least, 0.18 * len(names) + 0.1)
+    return max(min_height, 0.18 * len(names) + 0.1)
 
 
 def panels(

@@ -336,8 +336,8 @@ def _runtime(row: Mapping[str, str]) -> Runtime:
     return Runtime(row["name"], bandwidth, compute, gap, launch, row["source"])
 
 
-def _positive(row: Mapping[str, str], name: str, most: float = MAX_NUMBER) -> float:
-    """Return the positive number in a column, at most ``most``.
+def _positive(row: Mapping[str, str], name: str, maximum: float = MAX_NUMBER) -> float:
+    """Return the positive number in a column, at most ``maximum``.
 
     Raises:
         ValueError: it is none.
@@ -348,6 +348,6 @@ def _positive(row: Mapping[str, str], name: str, most: float = MAX_NUMBER) -> fl
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a positive number (got {row[name][:40] or 'nothing'})")
-    if not 1 / most <= value <= most:
-        raise ValueError(f"{name} must be a number from {1 / most:g} to {most:g} (got {row[name][:40]})")
+    if not 1 / maximum <= value <= maximum:
+        raise ValueError(f"{name} must be a number from {1 / maximum:g} to {maximum:g} (got {row[name][:40]})")
     return value

@@ -173,7 +173,7 @@ def project(
 def break_even(
     designs: Sequence[RecordedDesign],
     deployments: Sequence[Deployment],
-    most: float,
+    max_batch: float,
     context: float,
     lengths: Sequence[int] | None = None,
     prefill: Prefill | None = None,
@@ -184,17 +184,17 @@ def break_even(
     It is where the speed-up first falls to 1 as the batch grows; a batch size between two whole numbers is possible.
 
     Args:
-        most: the largest batch that is looked at.
+        max_batch: the largest that is looked at.
         designs, deployments, context, lengths, prefill, resamples: as of ``project``.
 
     Returns:
         Columns: ``hardware``, ``design``, ``length``, ``break_even``, ``break_even_low``, ``break_even_high``: 0 where
         the speed-up is below 1 at the smallest batch already, 1 or the smallest that was measured; infinite where it is
-        above 1 up to ``end``, the largest batch that was looked at: ``most``, or fewer where no more fit into memory.
+        above 1 up to ``end``, the largest batch that was looked at: ``max_batch``, or fewer where memory has no room.
     """
     rows = []
     for curve in _curves(designs, deployments, context, lengths, prefill, resamples):
-        start, end = curve.deployment.smallest_batch, min(most, curve.deployment.largest_batch)
+        start, end = curve.deployment.smallest_batch, min(max_batch, curve.deployment.largest_batch)
         if end < start:
             continue
         at = crossing(curve.speedup, len(curve.acceptance.share), end, start)
@@ -244,19 +244,21 @@ def _curves(
                     yield _Curve(design, acceptance, length, deployment, at)
 
 
-def crossing(at: Callable[[np.ndarray], np.ndarray], count: int, most: float, least: float = 1.0) -> np.ndarray:  # [R]
+def crossing(
+    at: Callable[[np.ndarray], np.ndarray], count: int, maximum: float, minimum: float = 1.0
+) -> np.ndarray:  # [R]
     """Return where a function of the batch first falls to 1, by bisection after a scan in steps of a quarter octave.
 
     Args:
         at: maps batches ``[R]`` to values ``[R]``, one of each draw.
         count: R.
-        most: the end of the search.
-        least: its start.
+        maximum: the end of the search.
+        minimum: its start.
 
     Returns:
         0 where it is below 1 at the start; infinite where it is not below 1 at any scanned batch.
     """
-    points = np.unique(np.append(least * np.exp2(np.arange(0.0, np.log2(most / least), 0.25)), most))
+    points = np.unique(np.append(minimum * np.exp2(np.arange(0.0, np.log2(maximum / minimum), 0.25)), maximum))
     below = np.stack([at(np.full(count, point)) < 1.0 for point in points])  # [P, R]
     first = below.argmax(0)
     low, high = points[np.maximum(first - 1, 0)], points[first]

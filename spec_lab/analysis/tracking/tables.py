@@ -86,10 +86,10 @@ def depths(tables: Tables) -> pd.DataFrame:
     return by_depth(tables).astype(object)
 
 
-def _first_prompts(rows: pd.DataFrame, most: int) -> pd.DataFrame:
-    """Return the rows of the first prompts, at most ``most``."""
+def _first_prompts(rows: pd.DataFrame, max_prompts: int) -> pd.DataFrame:
+    """Return the rows of the first prompts, at most ``max_prompts``."""
     count = rows.groupby("request", sort=True).size().cumsum()
-    return rows[rows["request"].isin(count.index[count <= most])]
+    return rows[rows["request"].isin(count.index[count <= max_prompts])]
 
 
 def _rounded(values: object) -> list[float | int | None]:

@@ -1,8 +1,9 @@
 r"""A template: fixed texts, and between them free parts that the model writes.
 
-A part is a text, or a mapping: ``most``, the maximum number of tokens of a free part, and optionally ``stop``, a string
-that ends it earlier. The stop string is not part of the output, so the next text repeats it if necessary: ``["Name: ",
-{max_tokens: 20, stop: "\n"}, "\nAge: ", {max_tokens: 3}]``. A token that ends texts can only end the last part.
+A part is a text, or a mapping: ``max_tokens``, the maximum number of tokens of a free part, and optionally ``stop``, a
+string that ends it earlier. The stop string is not part of the output, so the next text repeats it if necessary:
+``["Name: ", {max_tokens: 20, stop: "\n"}, "\nAge: ", {max_tokens: 3}]``. A token that ends texts can only end the last
+part.
 """
 
 from __future__ import annotations

@@ -168,14 +168,14 @@ def explore(play: Callable[[Draws], T]) -> Iterator[tuple[float, T]]:
 
 
 def side_by_side(
-    play: Callable[[Draws, int], Sequence[T]], wide: int = 256, most: int | None = None
+    play: Callable[[Draws, int], Sequence[T]], wide: int = 256, max_outcomes: int | None = None
 ) -> Iterator[tuple[float, T]]:
     """Yield every outcome of one request with its probability; up to ``wide`` of them are decoded as one batch.
 
     Args:
         play: given draws and a number n, decodes n copies of the request as requests 0 .. n - 1 and returns n outcomes.
         wide: largest batch.
-        most: largest number of outcomes; None for no limit.
+        max_outcomes: largest number of outcomes; None for no limit.
 
     Raises:
         TooMany: there are more outcomes.
@@ -187,8 +187,8 @@ def side_by_side(
         scripts = [Script(*recorded) for recorded in waiting[-wide:]]
         del waiting[-wide:]
         completed += len(scripts)
-        if most is not None and completed + len(waiting) > most:
-            raise TooMany(f"more than {most} outcomes")
+        if max_outcomes is not None and completed + len(waiting) > max_outcomes:
+            raise TooMany(f"more than {max_outcomes} outcomes")
         outcomes = play(Scripts(scripts), len(scripts))
         for script, outcome in zip(scripts, outcomes, strict=True):
             if len(script.chosen) < len(script.prefix):

@@ -153,20 +153,21 @@ def examine(
     proposer: Proposer | Drawn,
     verifier: Verifier,
     sampling: Sampling = PLAIN,
-    most: int = MAX_DECODINGS,
+    max_decodings: int = MAX_DECODINGS,
 ) -> Finding:
     """Enumerate an instance with a proposer, or with the reference that draws as asked.
 
     Raises:
         Reused: a random key was used for two choices.
         Continuous: the proposer draws Gumbel noise, which cannot be enumerated.
-        TooMany: more than ``most`` outcomes.
+        TooMany: more than ``max_decodings`` outcomes.
         ValueError: a draft that cannot have been drawn from the q that it states.
     """
     if not instance.tokens:
-        return _step(instance, toy_parts(instance, proposer, sampling), verifier, sampling, most)
+        return _step(instance, toy_parts(instance, proposer, sampling), verifier, sampling, max_decodings)
     counts = Counts()
-    outputs, expected = decoded(instance, proposer, verifier, sampling, most, counts), truth(instance, sampling)
+    outputs = decoded(instance, proposer, verifier, sampling, max_decodings, counts)
+    expected = truth(instance, sampling)
     tv, failure = total_variation(outputs, expected), first_difference(outputs, expected)
     return Finding(instance.name, tv, sum(outputs.values()), failure, **vars(counts))
 
@@ -191,7 +192,7 @@ class _Tree(NamedTuple):
     own_target: np.ndarray | None
 
 
-def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, most: int) -> Finding:
+def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, max_decodings: int) -> Finding:
     v, start = instance.toy.v, len(instance.start)
     p = [after[code(instance.start, v) * v**k :][: v**k] for k, after in enumerate(parts.p[start:])]
     outputs = StepOutputs(v, len(p))
@@ -202,7 +203,7 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
     def play(draws: Draws, count: int) -> list[_Tree]:
         return _verified(instance, parts, verifier, sampling, draws, count)
 
-    for probability, tree in side_by_side(play, most=most):
+    for probability, tree in side_by_side(play, max_outcomes=max_decodings):
         outcomes, drafted = outcomes + 1, drafted + len(tree.depth) - 1
         for row, (depth, number) in enumerate(zip(tree.depth.tolist(), tree.number.tolist(), strict=True)):
             outputs.exactly[depth + 1].reshape(-1, v)[number] += probability * tree.ends[row]
@@ -293,7 +294,7 @@ def decoded(
     proposer: Proposer | Drawn,
     verifier: Verifier,
     sampling: Sampling = PLAIN,
-    most: int = MAX_DECODINGS,
+    max_decodings: int = MAX_DECODINGS,
     counts: Counts | None = None,
 ) -> Distribution:
     """Return the distribution of the outputs of the decode loop, every choice enumerated. Raises what ``examine`` does.
@@ -317,7 +318,7 @@ def decoded(
             outputs[sequence.request.id] += ((tuple(sequence.emitted), str(sequence.finish)),)
         return list(zip(outputs, accepted.tolist(), expected.tolist(), strict=True))
 
-    for probability, (output, accepted, expected) in side_by_side(play, most=most):
+    for probability, (output, accepted, expected) in side_by_side(play, max_outcomes=max_decodings):
         counts.outcomes += 1
         counts.accepted += probability * accepted
         counts.expected += probability * expected

@@ -50,9 +50,9 @@ class ChiSquare:
 
 
 def chi_square(
-    counts: np.ndarray, expected: np.ndarray, least: float = 10.0, alpha: float = ALPHA, power: float = POWER
+    counts: np.ndarray, expected: np.ndarray, min_expected: float = 10.0, alpha: float = ALPHA, power: float = POWER
 ) -> ChiSquare:
-    """Return Pearson's chi-square test; cells in which fewer than ``least`` samples are expected are pooled.
+    """Return Pearson's chi-square test; cells in which fewer than ``min_expected`` samples are expected are pooled.
 
     Pooling depends on the expected distribution and the number of samples only, so the test remains valid. With one
     cell
@@ -61,7 +61,7 @@ def chi_square(
     Args:
         counts: ``[K]``, the number of samples of each outcome.
         expected: ``[K]``, its probability.
-        least: smallest number of samples expected in a cell.
+        min_expected: smallest number of samples expected in a cell.
         alpha, power: of ``detectable``.
 
     Raises:
@@ -70,7 +70,7 @@ def chi_square(
     counts, expected = _checked(counts, expected)
     samples = int(counts.sum())
     impossible = int(counts[expected == 0].sum())
-    seen, mean = _pooled(counts[expected > 0], samples * expected[expected > 0], least)
+    seen, mean = _pooled(counts[expected > 0], samples * expected[expected > 0], min_expected)
     df = len(mean) - 1
     statistic = float(((seen - mean) ** 2 / mean).sum()) if df > 0 else 0.0
     p_value = float(chi2.sf(statistic, df)) if df > 0 else 1.0
@@ -125,16 +125,17 @@ def _noncentrality(df: int, alpha: float, power: float) -> float:
     return float(chndtrinc(chi2.isf(alpha, df), df, 1.0 - power))
 
 
-def _pooled(seen: np.ndarray, expected: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cells in which at least ``least`` samples are expected, and the others as one cell; if that one is
-    still too small it joins the smallest cell.
+def _pooled(seen: np.ndarray, expected: np.ndarray, min_expected: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cells in which at least ``min_expected`` samples are expected, and the others as one cell.
+
+    If that one is still too small it joins the smallest cell.
     """
-    small = expected < least
+    small = expected < min_expected
     if not small.any():
         return seen, expected
     rest_seen, rest_expected = seen[small].sum(), expected[small].sum()
     seen, expected = seen[~small].astype(np.float64), expected[~small].copy()
-    if rest_expected >= least or not len(expected):
+    if rest_expected >= min_expected or not len(expected):
         return np.append(seen, rest_seen), np.append(expected, rest_expected)
     smallest = expected.argmin()
     seen[smallest] += rest_seen

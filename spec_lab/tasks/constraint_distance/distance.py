@@ -158,8 +158,8 @@ class Sampler:
             drawn += self._decoded(min(self.batch_size, count - len(drawn)), applied)
         return drawn
 
-    def given_valid(self, count: int, most: int) -> list[Text]:
-        """Return up to ``count`` outputs of p(x | valid), from at most ``most`` attempts.
+    def given_valid(self, count: int, max_attempts: int) -> list[Text]:
+        """Return up to ``count`` outputs of p(x | valid), from at most ``max_attempts`` attempts.
 
         With the sampler "rejection" the first n accepted outputs are n independent samples of p(x | valid), for any n
         that is fixed beforehand: each attempt is accepted with a probability, and then has a distribution, that do not
@@ -168,8 +168,8 @@ class Sampler:
         were accepted, are not independent of their number, and their mean can be biased.
         """
         drawn: list[Text] = []
-        while len(drawn) < count and self.attempts < most:
-            some = min(self.batch_size, most - self.attempts)
+        while len(drawn) < count and self.attempts < max_attempts:
+            some = min(self.batch_size, max_attempts - self.attempts)
             adaptive = LearnedConstraint(self.applied.constraint, self.futures, self.sampler)
             self.attempts += some
             drawn += [text for text, valid in self._decoded(some, AppliedConstraint(adaptive)) if valid]
@@ -200,17 +200,17 @@ class Sampler:
             self.futures.add(output, float(np.exp(self.scores.log_probabilities(output)[0])))
 
 
-def estimate(sampler: Sampler, samples: int, most: int) -> dict[str, Any]:
+def estimate(sampler: Sampler, samples: int, max_attempts: int) -> dict[str, Any]:
     """Return the entry of ``summary.json``: distances with 95 % bootstrap intervals over samples.
 
     Args:
         sampler: of the request.
         samples: outputs of each distribution.
-        most: attempts at outputs of p(x | valid).
+        max_attempts: attempts at outputs of p(x | valid).
     """
     local = sampler.local(samples)
     log_w = np.array([_log_weight(sampler.scores, text) if valid else -np.inf for text, valid in local])
-    given = sampler.given_valid(samples, most)
+    given = sampler.given_valid(samples, max_attempts)
     of_given = np.array([_log_weight(sampler.scores, text) for text in given])
     exact_samples = sampler.sampler == "rejection"
     facts = {

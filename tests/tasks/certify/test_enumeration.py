@@ -118,9 +118,9 @@ def test_more_outcomes_than_allowed_are_refused_and_exactly_as_many_are_not(wide
         pairs = [draws.pick(torch.ones((count, 3)), [keyed(n, k) for n in range(count)]) for k in range(2)]
         return list(zip(*pairs, strict=True))
 
-    assert len(list(side_by_side(play, wide, most=9))) == 9
+    assert len(list(side_by_side(play, wide, max_outcomes=9))) == 9
     with pytest.raises(TooMany, match="more than 8 outcomes"):
-        list(side_by_side(play, wide, most=8))
+        list(side_by_side(play, wide, max_outcomes=8))
 
 
 def test_watched_draws_choose_the_same_and_refuse_a_key_used_before():

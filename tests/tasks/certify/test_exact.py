@@ -587,7 +587,7 @@ def test_a_verifier_that_fails_on_toys_is_named_with_the_instance(proposer, by, 
 
 
 def test_an_instance_with_too_many_outcomes_is_left_out_and_recorded(monkeypatch):
-    few = partial(examine, most=20)
+    few = partial(examine, max_decodings=20)
     monkeypatch.setattr("spec_lab.tasks.certify.certificate.examine", few)
     proof = prove("iid", Token(), QUICK[:3])
     assert [finding.outcomes for finding in proof.findings] == [9, 9]
