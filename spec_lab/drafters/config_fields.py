@@ -43,7 +43,7 @@ IRRELEVANT: Mapping[str, str] = (
         "embed_requires_grad enable_sp_ulysses confidence_head_alpha max_anchors num_anchors gradient_checkpointing",
     )
     | _because(
-        "has no effect without layers with windows, which are refused",
+        "has no effect on layers with full attention; a family that supports layers with windows reads it",
         "sliding_window swa_window_size max_window_layers sliding_window_non_causal",
     )
     | _because(
@@ -89,12 +89,15 @@ class Fields:
         read: names of the fields whose values are used or checked, whatever ``MEANINGS`` and ``IRRELEVANT`` say.
         meanings: as ``MEANINGS``, beside these.
         irrelevant: as ``IRRELEVANT``, beside these, whatever ``MEANINGS`` says.
+        read_inside: those of ``read`` that are read in a mapping inside the config too; the others may there only
+            repeat what the top level states.
     """
 
     what: str
     read: Collection[str]
     meanings: Meanings = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
+    read_inside: Collection[str] = ()
 
     def reading(self, more: Collection[str]) -> Fields:
         """These fields where others are read as well, whatever their meanings elsewhere."""
@@ -118,9 +121,12 @@ class Fields:
         fields += [(f"{inside}.{name}", name, value) for name, value in (inner or {}).items()]
         problems, unknown, meanings = [], [], {**MEANINGS, **self.meanings}
         for path, name, value in fields:
-            if value is None or name in self.read or name in self.irrelevant:
+            if value is None or name in self.irrelevant:
                 continue
-            if name in meanings:
+            if name in self.read:
+                if path != name and name not in self.read_inside and value != config.get(name):
+                    problems.append(f"{path} is {brief(value)}, but {name} is read at the top level of the file only")
+            elif name in meanings:
                 allowed, why = meanings[name]
                 if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed):
                     only = " or ".join(map(brief, allowed)) or "null"

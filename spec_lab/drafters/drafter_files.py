@@ -134,6 +134,18 @@ class DrafterFiles:
         """The config."""
         return self.folder / "config.json"
 
+    @property
+    def architectures(self) -> list[str]:
+        """Names of classes that its authors read it with.
+
+        Raises:
+            ValueError: no list of names.
+        """
+        names = self.config.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{self.file}: architectures must be a list of names, not {brief(names)}")
+        return names
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor that is held."""

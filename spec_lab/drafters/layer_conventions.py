@@ -19,14 +19,23 @@ Taps = Sequence[Annotated[int, Whole(-1)]]
 """An option: the numbers of the hidden states that a drafter reads, in this order."""
 Rope = Literal["neox", "interleaved"]
 Ends = Literal["own", "target"]
+SCALINGS = {"none": "without scaling", "target": "the target's"}
+"""Values of the option ``rope_scaling`` beside ``own``, and what they mean."""
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """The scaling of rotary embeddings that a config states, in either of transformers' fields; empty for none."""
-    for stated in (config.get("rope_parameters"), config.get("rope_scaling")):
+    for stated in (config.get("rope_scaling"), config.get("rope_parameters")):
         if isinstance(stated, dict) and stated.get("rope_type", stated.get("type", "default")) != "default":
-            return stated
+            return {name: value for name, value in stated.items() if name != "rope_theta"}
     return {}
+
+
+def _theta(config: Mapping[str, Any]) -> Any:
+    """The base of rotary embeddings that a config states, which transformers 5 writes beside their scaling."""
+    mappings = (config.get("rope_scaling"), config.get("rope_parameters"), config)
+    thetas = (stated.get("rope_theta") for stated in mappings if isinstance(stated, Mapping))
+    return next((theta for theta in thetas if theta is not None), None)
 
 
 def layer_fields(
@@ -91,30 +100,30 @@ def _choose_rotation(files: DrafterFiles, config: Mapping[str, Any], fields: dic
 
     Sections of ``mrope`` are of images; of text their positions are the same, and it is plain RoPE.
     """
-    stated, theta = _rope(config), config.get("rope_theta")
+    stated, theta = _rope(config), _theta(config)
+    scaling, changed = stated, False
     if stated.get("rope_type", stated.get("type")) == "mrope":
-        theta = stated.get("rope_theta", theta) or PLAIN_THETA
-        fields["rope_scaling"] = fields["rope_parameters"] = None
+        theta, scaling, changed = theta or PLAIN_THETA, {}, True
         why = "SpecForge has trained heads with rope_scaling of type mrope both with rope_theta and with 10000"
         source: Source = "file" if theta == PLAIN_THETA else "guess"
-        others = {"as some versions of SpecForge": PLAIN_THETA}
-        fields["rope_theta"] = files.choose("rope_theta", theta, source, why, others)
-    elif "rope_theta" in files.options and (given := files.options["rope_theta"]) is not None:
-        fields["rope_theta"] = files.choose("rope_theta", theta or PLAIN_THETA, "file", "rope_theta of its config")
-        if isinstance(fields.get("rope_parameters"), dict):
-            fields["rope_parameters"] = fields["rope_parameters"] | {"rope_theta": given}
-    if "rope_scaling" not in files.options:
-        return
-    model = getattr(files.target.lm, "hf_model", None)
-    of_target = {} if model is None else dict(getattr(model.config, "rope_parameters", None) or {})
-    scalings = {"without scaling": "none"} if _rope(fields) else {}
-    if _rope({"rope_parameters": of_target}) and _rope({"rope_parameters": of_target}) != _rope(fields):
-        scalings["the target's"] = "target"
-    rope = files.choose("rope_scaling", "own", "file", "rope_scaling of its config", scalings)
-    if rope == "none":
-        fields |= {"rope_scaling": None, "rope_parameters": None}
-    elif rope == "target":
-        fields |= {"rope_scaling": None, "rope_parameters": of_target}
+        theta = files.choose("rope_theta", theta, source, why, {"as some versions of SpecForge": PLAIN_THETA})
+    elif files.options.get("rope_theta") is not None:
+        theta = files.choose("rope_theta", theta or PLAIN_THETA, "file", "rope_theta of its config")
+        changed = True
+    if "rope_scaling" in files.options:
+        model = getattr(files.target.lm, "hf_model", None)
+        of_target = _rope({} if model is None else {"rope_parameters": getattr(model.config, "rope_parameters", None)})
+        values = {"own": scaling, "none": {}, "target": of_target}
+        others = {
+            label: name
+            for name, label in SCALINGS.items()
+            if values[name] != scaling and (of_target or name != "target")
+        }
+        rope = files.choose("rope_scaling", "own", "file", "rope_scaling of its config", others)
+        scaling, changed = values[rope], changed or rope != "own"
+    if changed:
+        base = {} if theta is None else {"rope_theta": theta}
+        fields |= {"rope_scaling": None, "rope_parameters": (scaling or {"rope_type": "default"}) | base, **base}
 
 
 def numbered_taps(files: DrafterFiles, where: str, named: Any, shift: int) -> list[int]:

@@ -333,6 +333,17 @@ REFUSED = {
         "shift_label is true, which contradict",
     ),
     "another kind": (dflash, inner(projector_type="xpress"), "projector_type 'xpress' is not supported, only 'dflash'"),
+    "causal by one field, and not by another": (
+        dflash,
+        outer(causal=True, sliding_window_non_causal=True),
+        "sliding_window_non_causal and causal are true, which",
+    ),
+    "windows inside": (
+        dflash,
+        inner(sliding_window=4),
+        "dflash_config.sliding_window is 4, but sliding_window is read",
+    ),
+    "classes": (dflash, outer(architectures=7), "architectures must be a list of names, not 7"),
     "causal and not": (dflash, outer(causal=True, is_causal=False), "is_causal is false and causal is true, which"),
     "windows without a size": (dflash, inner(use_swa=True), "sliding_window must be a whole number"),
     "windows by one field only": (
@@ -408,13 +419,17 @@ READINGS = {
     "dflash": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "neox"},
     "dspark": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "neox"},
     "dspark-own-row": {"taps": [1, 2, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "neox"},
-    "dspark-speculators": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "neox"},
     "dspark-lfm2": {"taps": [1, 2, 3], "anchor": "next", "window": 0, "causal": "none", "rope": "interleaved"},
     "dflash-windows": {"taps": [1, 3], "anchor": "own", "window": 6, "causal": "windows", "rope": "neox"},
     "dflash-llama-windows": {"taps": [1, 3], "anchor": "own", "window": 4, "causal": "none", "rope": "neox"},
     "dflash-causal": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "all", "rope": "neox"},
     "dflash-neighbours": {"taps": [1, 3], "anchor": "own", "window": 0, "causal": "none", "rope": "interleaved"},
 }
+
+
+def test_how_d2t_is_read_is_recorded(target, folders):
+    conventions = BlockDrafter.load(target, folders["dspark-speculators"], depth=2).reading.conventions
+    assert (conventions["d2t"].value, conventions["d2t"].source) == ("offset", "default")
 
 
 @pytest.mark.parametrize("name", READINGS)

@@ -157,10 +157,11 @@ def test_the_bundled_drafters_are_known(name, fields):
 
 
 def test_every_unknown_and_every_unsupported_field_is_named_with_its_value():
-    fields = Fields("a thing", {"a"}, {"b": ((1, 2), "others are not")}, {"c": "a reason"})
-    fields.check(
-        FILE, {"a": 0, "b": 2.0, "c": 0, "d": None, "architectures": ["X"], "inner": {"a": 1, "d": None}}, "inner"
-    )
+    fields = Fields("a thing", {"a", "g"}, {"b": ((1, 2), "others are not")}, {"c": "a reason"}, {"a"})
+    inner = {"a": 1, "d": None, "g": 3}
+    fields.check(FILE, {"a": 0, "b": 2.0, "c": 0, "d": None, "g": 3, "architectures": ["X"], "inner": inner}, "inner")
+    with pytest.raises(ValueError, match="inner.g is 3, but g is read at the top level of the file only"):
+        fields.check(FILE, {"g": 4, "inner": inner}, "inner")
     with pytest.raises(ValueError, match="config.json: of a thing") as caught:
         fields.check(FILE, {"b": True, "e": [1], "inner": {"b": 3, "f": "x", "use_sliding_window": True}}, "inner")
     for said in (

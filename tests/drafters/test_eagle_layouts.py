@@ -117,6 +117,7 @@ def tables_of_all(config, tensors):
 
 
 ALL = list(range(VOCABULARY))
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
 TWO = eagle3(H, VOCABULARY, IDS, layers=2)
 FULL = eagle3(H, VOCABULARY)
 OUTPUT = eagle3(H, VOCABULARY, IDS, flags=NORM_OUTPUT)
@@ -143,6 +144,17 @@ CASES = {
     "its theta": case(
         fields(rope_scaling={"type": "mrope", "mrope_section": [1, 1, 2]}, rope_theta=500.0), how={"theta": 500.0},
         warns=("taps", "rope_theta"),
+    ),
+    "its theta without its scaling": case(
+        fields(rope_theta=None, rope_parameters=LINEAR), how={"theta": 500.0}, options={"rope_scaling": "none"},
+    ),
+    "its theta with the target's scaling": case(
+        fields(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 4.0}), how={"theta": 500.0},
+        options={"rope_scaling": "target"},
+    ),
+    "another theta with the target's scaling": case(
+        fields(rope_theta=None, rope_parameters=LINEAR), how={"theta": 700.0},
+        options={"rope_scaling": "target", "rope_theta": 700.0},
     ),
     "biases of queries, keys and values": case(with_biases, biased_head()),
     "a window that Llama ignores": case(fields(sliding_window=3)),
@@ -263,8 +275,18 @@ def test_every_other_reading_that_a_head_leaves_open_can_be_set_by_its_option(ta
             assert other.conventions[convention].source == "option"
 
 
+def test_another_theta_leaves_the_scaling_as_the_head_states_it(target, tmp_path):
+    config, tensors = eagle3(H, VOCABULARY, IDS, rope_scaling={"type": "linear", "factor": 4.0})
+    network = eagle.load(target, written(tmp_path, config, tensors), depth=2, rope_theta=700.0).network
+    stated = network.body.config.rope_parameters
+    assert (stated["rope_type"], stated["factor"], stated["rope_theta"]) == ("linear", 4.0, 700.0)
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda c, t: c.update(additional_fc=True), "additional_fc is true, and only false"),
+    (lambda c, t: c.update(eagle_config={"rope_theta": 5.0}), "eagle_config.rope_theta is 5.0, but rope_theta is"),
+    (lambda c, t: c.update(architectures=7), "architectures must be a list of names, not 7"),
+    (lambda c, t: c.update(layer_types=5), "layer_types must name one of .*, not 5"),
     (lambda c, t: c.update(final_logit_softcapping=30.0), r"final_logit_softcapping \(30.0\)"),
     (lambda c, t: c.update(num_local_experts=4, architectures=["Eagle3Model"]), r"num_local_experts \(4\)"),
     (lambda c, t: t.update({"model.norm.weight": t["norm.weight"].clone()}), "both 'norm.weight' and 'model.norm"),

@@ -84,6 +84,11 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     assert compared > 40 and rejections > 5
 
 
+def test_how_d2t_is_read_is_recorded(target, folders):
+    reading = PEagleDrafter.load(target, folders["four-layers"], depth=2).reading
+    assert reading.conventions["d2t"].value == "offset" and reading.conventions["d2t"].source == "default"
+
+
 WAYS = [
     {"depth": 4},
     {"depth": 1},

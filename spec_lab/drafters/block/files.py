@@ -39,11 +39,11 @@ from spec_lab.drafters.block.layout import (
     CAUSAL,
     CONFIDENCE,
     DOMINO_FIELDS,
+    DSPARK_FIELDS,
     FAMILIES,
     FIELDS,
     INNER,
     INTERLEAVED,
-    MARKOV_FIELDS,
     NEIGHBOURS,
     OF_LAYERS,
     OF_SPECULATORS,
@@ -83,10 +83,11 @@ def read_block(path: str, target: Target, options: Mapping[str, Any] | None = No
     with DrafterFiles.open(path, "a block drafter", target, converts=False, options=options) as files:
         stated = _stated(files)
         settings = _settings(files, stated)
-        default = NEIGHBOURS in (files.config.get("architectures") or ())
+        default = NEIGHBOURS in files.architectures
         interleaved = _two(files, "rope", _one_of(files, stated, INTERLEAVED), default, ("neox", "interleaved"))
+        ids = draft_tokens(files, target.vocabulary, settings.draft_vocab_size)
         network = files.read(BLOCK, lambda: BlockNetwork(settings))
-        network.ids = draft_tokens(files, target.vocabulary, settings.draft_vocab_size).to(target.lm.device)
+        network.ids = ids.to(target.lm.device)
         if interleaved:
             read_interleaved(network.body)
         return network
@@ -149,13 +150,14 @@ def _stated(files: DrafterFiles) -> dict[str, Any]:
     """The drafter's fields, wherever they stand. Null is a missing field.
 
     Raises:
-        ValueError: ``dflash_config`` is no mapping, or states another value than the top level.
+        ValueError: ``dflash_config`` is no mapping, or states another value than the top level; fields that contradict
+            each other.
     """
     inner = files.config.get(INNER) or {}
     if not isinstance(inner, dict):
         raise ValueError(f"{files.file}: {INNER} must be a mapping, not {brief(inner)}")
     stated: dict[str, Any] = {}
-    for name in sorted({*PLACES, *MARKOV_FIELDS, *CONFIDENCE, *DOMINO_FIELDS, *SECOND_FIELDS, *OWN}):
+    for name in sorted({*PLACES, *DSPARK_FIELDS, *DOMINO_FIELDS, *SECOND_FIELDS, *OWN}):
         values = [value for value in (files.config.get(name), inner.get(name)) if value is not None]
         if not values:
             continue
@@ -163,6 +165,10 @@ def _stated(files: DrafterFiles) -> dict[str, Any]:
         if values[0] != values[-1]:
             raise ValueError(f"{files.file}: {name} is {brief(values[0])}, but {brief(values[1])} in {INNER}")
     if files.flag("sliding_window_non_causal", stated.get(SPECULATORS) == "dflash2", config=stated):
+        if files.flag("causal", config=stated):
+            raise ValueError(
+                f"{files.file}: sliding_window_non_causal and causal are true, which contradict each other"
+            )
         stated["causal"] = False
     return stated
 
@@ -181,9 +187,8 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
             known = " or ".join(map(brief, kinds))
             raise ValueError(f"{files.file}: {field} {brief(named)} is not supported, only {known}")
         return cast(Kind, named)
-    classes = files.config.get("architectures")
-    for name in classes if isinstance(classes, list) else []:
-        if isinstance(name, str) and name in ARCHITECTURES:
+    for name in files.architectures:
+        if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     if stated.get("markov_rank"):
         return "dspark"

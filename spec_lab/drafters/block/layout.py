@@ -51,15 +51,17 @@ NEIGHBOURS = "Lfm2DSparkDraftModel"
 """The class whose rotary embedding does unless a field tells otherwise."""
 PLACES = {
     "block_size", "mask_token_id", "target_layer_ids", "projector_type", "final_logit_softcapping", "output_multiplier",
-    "input_embedding_scale", "use_swa", "swa_window_size", "draft_vocab_size", *ANCHOR, *CAUSAL, *INTERLEAVED,
+    "input_embedding_scale", "use_swa", "swa_window_size", "draft_vocab_size", "sliding_window_non_causal", *ANCHOR,
+    *CAUSAL, *INTERLEAVED,
 }  # fmt: skip
 """Fields that may stand at the top level or in ``dflash_config``."""
 SPECULATORS, TAPS = "speculators_model_type", "aux_hidden_state_layer_ids"
 OWN = (SPECULATORS, TAPS, "sliding_window_non_causal")
 """Fields of the format of speculators."""
-MARKOV_FIELDS = ("markov_rank", "markov_head_type")
-DOMINO_FIELDS = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
-SECOND_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
+DSPARK_FIELDS = {"markov_rank", "markov_head_type", *CONFIDENCE}
+DOMINO_FIELDS = {"gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"}
+SECOND_FIELDS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 MEANS: Meanings = {
     "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
     "use_aux_hidden_state": ((True,), "drafters that read the last hidden state in place of taps are not supported"),
@@ -68,7 +70,6 @@ NOT_READ = {
     "num_target_layers": "the target has its own number of layers, with which the taps are compared",
     "confidence_head_with_markov": "the tensors of the files tell",
 }
-CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
 COMMON = {*LAYER.read, *PLACES, *WINDOWS, "target_hidden_size"}
 NO_HEADS = (False,), "projector_type or architectures of a drafter with DSpark's heads must say so"
@@ -78,10 +79,11 @@ FIELDS: Mapping[Kind, Fields] = {
         COMMON,
         {**MEANS, **dict.fromkeys(CONFIDENCE, NO_HEADS), "markov_rank": ((0,), NO_HEADS[1])},
         NOT_READ,
+        PLACES,
     ),
-    "dspark": Fields("a DSpark drafter", {*COMMON, *MARKOV_FIELDS, *CONFIDENCE}, MEANS, NOT_READ),
-    "dflash2": Fields("a DFlash2 drafter", {*COMMON, *SECOND_FIELDS}, MEANS, NOT_READ),
-    "domino": Fields("a Domino drafter", {*COMMON, *DOMINO_FIELDS}, MEANS, NOT_READ),
+    "dspark": Fields("a DSpark drafter", COMMON | DSPARK_FIELDS, MEANS, NOT_READ, PLACES | DSPARK_FIELDS),
+    "dflash2": Fields("a DFlash2 drafter", COMMON | SECOND_FIELDS, MEANS, NOT_READ, PLACES | SECOND_FIELDS),
+    "domino": Fields("a Domino drafter", COMMON | DOMINO_FIELDS, MEANS, NOT_READ, PLACES | DOMINO_FIELDS),
 }
 """At the top level of the config, and in its ``dflash_config``."""
 OF_SPECULATORS: Mapping[Kind, Fields] = {
@@ -89,7 +91,7 @@ OF_SPECULATORS: Mapping[Kind, Fields] = {
         f"{fields.what} in the format of speculators",
         {
             *OWN, "transformer_layer_config", "draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id",
-            "sample_from_anchor", *({*fields.read} & {*MARKOV_FIELDS, *CONFIDENCE, *SECOND_FIELDS}),
+            "sample_from_anchor", *({*fields.read} & (DSPARK_FIELDS | SECOND_FIELDS)),
         },
         {},
         {**NOT_READ, "model_type": "speculators_model_type tells"},

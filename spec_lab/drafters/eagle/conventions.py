@@ -81,10 +81,11 @@ def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[st
         any(name.endswith(end) for name in shapes)
         for end in ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.up_proj.bias")
     )
-    if layer is files.config and is_llama(layer):
+    if layer is files.config and is_llama(files):
         layer, kind = {**layer, "attention_bias": biases, "mlp_bias": mlp_biases}, "llama"
-        if len(layer.get("layer_types") or ()) != layer.get("num_hidden_layers", 1):
-            layer.pop("layer_types", None)  # those of the target
+        types = layer.get("layer_types")
+        if isinstance(types, list) and len(types) != layer.get("num_hidden_layers", 1):
+            del layer["layer_types"]  # those of the target
     if kind == "llama" and (norms or (biases and not last_bias)):
         kind = "qwen3" if norms else "qwen2"  # Llama's layers with norms, or with biases of queries, keys, values alone
     fields = layer_fields(files, {**layer, "model_type": kind}, windows=True) | {"model_type": kind}
@@ -111,9 +112,9 @@ def _interleaved(files: DrafterFiles, layer: Mapping[str, Any]) -> bool:
     return bool(rope == "interleaved")
 
 
-def is_llama(config: Mapping[str, Any]) -> bool:
-    """Return whether a config's architecture has Llama's layers whatever its ``model_type`` is."""
-    return any("LlamaForCausalLMEagle" in str(name) for name in config.get("architectures") or ())
+def is_llama(files: DrafterFiles) -> bool:
+    """Return whether a head's architecture has Llama's layers whatever its ``model_type`` is."""
+    return any("LlamaForCausalLMEagle" in name for name in files.architectures)
 
 
 def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None, bool]:

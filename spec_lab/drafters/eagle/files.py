@@ -133,6 +133,7 @@ THIRD = Fields(
         "next_layer_regular": ((True,), "further layers that read the embedding are not supported"),
     },
     NOT_READ | {"bias": "the tensors of the files tell"},
+    {*FLAGS, TAPS, "use_aux_hidden_state"},
 )  # fmt: skip
 """Fields of EAGLE-3, in the config and in its ``eagle_config``."""
 SPECULATORS = Fields(
@@ -228,7 +229,7 @@ def eagle_settings(
     fields, windows, interleaved = choose_layer(files, layer)
     if layer is config:
         table = THIRD if third else FIRST
-        if is_llama(config):
+        if is_llama(files):
             table = replace(table, irrelevant={**table.irrelevant, **OTHER_LAYERS})
         table.reading(parallel).check(files.file, config, "eagle_config")
     else:

@@ -40,8 +40,9 @@ def read_peagle(
         assert isinstance(head_settings, Eagle3Settings)
         stated = {field.name: getattr(head_settings, field.name) for field in fields(Eagle3Settings)}
         settings = PEagleSettings(**stated, mask_token=_mask_token(files))
+        ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size)
         network = files.read(PEAGLE, lambda: PEagle(settings), dtype)
-        network.ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size).to(target.lm.device)
+        network.ids = ids.to(target.lm.device)
         if interleaved:
             read_interleaved(network.body)
         return network
