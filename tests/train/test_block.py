@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy
 
+from spec_lab.drafters.block.texts import draw_anchors
 from spec_lab.drafters.block.train import BlockRecipe
 from tests.oracles import block as oracle
 from tests.tiny import VOCABULARY
@@ -69,13 +70,11 @@ def selected(w, logits, normed, above, token, candidates):
     return -scores.log_softmax(-1)[kept.index(int(token))]
 
 
-def test_anchors_are_drawn_once_for_each_text_among_learned_positions(target, tmp_path):  # noqa: F811
-    recipe = BlockRecipe(block_size=3, layers=1, anchors=4, taps=(1,))
-    objective = begun(recipe, target, tmp_path).objective
-    text = texts(target, 3, 20, states=recipe.states(target))
-    anchors = objective.anchors(text)
-    assert anchors.shape == (3, 4) and torch.equal(anchors, objective.anchors(text))
-    assert torch.equal(anchors[1:2], objective.anchors(text.rows(slice(1, 2))))
+def test_anchors_are_drawn_once_for_each_text_among_learned_positions(target):  # noqa: F811
+    text = texts(target, 3, 20)
+    anchors = draw_anchors(text, 4, 0)
+    assert anchors.shape == (3, 4) and torch.equal(anchors, draw_anchors(text, 4, 0))
+    assert torch.equal(anchors[1:2], draw_anchors(text.rows(slice(1, 2)), 4, 0))
     for row, (first, length) in zip(anchors, zip(text.first, text.length, strict=True), strict=True):
         assert len({*row.tolist()}) == 4
         assert all(max(1, int(first) - 1) <= anchor < int(length) - 1 for anchor in row.tolist())

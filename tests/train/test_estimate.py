@@ -8,6 +8,7 @@ import torch
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.eagle.train import Eagle3Recipe, eagle3_objective
 from spec_lab.train.estimate import TrainingNeed, estimate, kept_bytes, trial_text
+from spec_lab.train.objectives import Truth, compare_states
 
 H, V, W, C = 4096, 128256, 32000, 2048
 """Sizes of Llama-3.1-8B and of its published EAGLE-3 heads."""
@@ -25,6 +26,16 @@ def test_kept_bytes_are_those_of_storages_that_are_no_weights():
     size, loss = kept_bytes(lambda: (x @ weight.T).exp().sum(), [weight])
     assert size == 4 * (5 * 3 + 5 * 8)  # x, and what exp returns
     assert loss.requires_grad
+
+
+def test_logits_are_not_kept_but_the_target_s_probabilities_are():
+    weight, hidden = torch.randn(6, 500, requires_grad=True), torch.randn(20, 6)
+    truth = Truth.of(hidden, lambda x: x @ weight.detach(), torch.zeros(20).long())
+    states, rows = torch.randn(20, 6, requires_grad=True), torch.arange(20)
+    size, _ = kept_bytes(
+        lambda: compare_states(states * 2, lambda x: x @ weight, truth, rows).loss.sum(), [weight, states]
+    )
+    assert 20 * 500 * 4 < size < 1.2 * 20 * 500 * 4
 
 
 def test_an_eagle3_head_of_8b_trains_in_less_than_40_gb():

@@ -172,7 +172,8 @@ class SelectorHead(LevelHead):
         """See ``LevelHead``."""
         tokens = logits.topk(min(self.candidates, logits.shape[-1]), -1).indices
         scores = self.scores(logits, hidden, above.token, tokens)
-        return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores), above.state
+        none = torch.full_like(logits, -torch.inf, dtype=scores.dtype)
+        return none.scatter(-1, tokens, scores), above.state
 
     def scores(self, logits: Tensor, hidden: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
         """The scores ``[n, c]`` of candidates ``[n, c]`` below the tokens ``above`` ``[n]``."""

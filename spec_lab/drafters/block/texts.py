@@ -1,10 +1,11 @@
-"""Attention of the blocks of whole texts: stands in for the KV cache of ``block.network`` in training.
+"""The blocks of whole texts in training: where they begin, and their attention, in place of a KV cache.
 
 Letters: B texts of T tokens, A blocks of b rows in each, h heads, d width of a head, H hidden size.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,25 @@ from torch import Tensor
 from spec_lab.runners.attention import FULL, AttentionKind
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.attention import HIDDEN, merged_attention
+from spec_lab.train.texts import Texts
+
+
+def draw_anchors(text: Texts, count: int, seed: int) -> Tensor:
+    """Return at most ``count`` positions of each text whose next token is learned, ``[B, A]``; 0 stands for none.
+
+    A text has the same ones whenever it is seen. They are on the host.
+    """
+    counts = text.counts(1)
+    counts[:, 0] = False  # before which there are no features
+    width = max(1, min(count, int(counts.sum(1).max())))
+    drawn = torch.zeros(len(counts), width, dtype=torch.long, device=counts.device)
+    for ids, learned, row in zip(text.ids.cpu(), counts, drawn, strict=True):
+        generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), seed))
+        places = learned.nonzero()[:, 0]
+        order = torch.randperm(len(places), generator=generator, device=places.device)
+        chosen = places[order[:width]].sort().values
+        row[: len(chosen)] = chosen
+    return drawn
 
 
 class BlockTexts:

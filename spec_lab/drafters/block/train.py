@@ -7,7 +7,6 @@ to the features of the positions before its anchor, and to each other.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from spec_lab.drafters.block.heads import HeadSettings, SelectorHead
 from spec_lab.drafters.block.layout import Kind
 from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
-from spec_lab.drafters.block.texts import BlockTexts
+from spec_lab.drafters.block.texts import BlockTexts, draw_anchors
 from spec_lab.drafters.block.write import write_block
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.models.target import Target
@@ -205,9 +204,10 @@ class BlockObjective:
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts whose last hidden state is that after the final norm."""
         assert text.hidden is not None
-        network, device, levels = self.network, text.ids.device, self.network.levels
+        network, recipe, device, levels = self.network, self.recipe, text.ids.device, self.network.levels
         h, dtype = network.settings.target_hidden_size, next(network.parameters()).dtype
-        counts, anchors = text.counts(1), self.anchors(text)  # [B, T - 1], [B, A], on the host
+        counts = text.counts(1)  # [B, T - 1], on the host, as are the anchors [B, A]
+        anchors = draw_anchors(text, recipe.anchors, self.seed)
         blocks = BlockTexts(anchors.clamp_min(1), network.settings.block_size, network.kinds, text.ids)
         features = network.features(text.hidden[..., :-h].to(dtype))
         outputs = blocks.run(network, features).unflatten(0, (-1, network.settings.block_size))  # [B * A, b, H]
@@ -230,20 +230,6 @@ class BlockObjective:
             for piece in zip(outputs.split(size), above.split(size), number.to(device).split(size), strict=True)
         ]
         return self._total(ComparedLevels(*map(torch.cat, zip(*pieces, strict=True))), present)
-
-    def anchors(self, text: Texts) -> Tensor:
-        """Return some of the positions of each text whose next token is learned, ``[B, A]``; 0 stands for none."""
-        counts = text.counts(1)
-        counts[:, 0] = False  # before which there are no features
-        drawn = torch.zeros(len(counts), max(1, min(self.recipe.anchors, int(counts.sum(1).max()))), dtype=torch.long,
-                            device=counts.device)  # fmt: skip
-        for ids, learned, row in zip(text.ids.cpu(), counts, drawn, strict=True):
-            generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed))
-            places = learned.nonzero()[:, 0]
-            order = torch.randperm(len(places), generator=generator, device=places.device)
-            chosen = places[order[: len(row)]].sort().values
-            row[: len(chosen)] = chosen
-        return drawn
 
     def _compared(
         self, outputs: Tensor, above: Tensor, number: Tensor, p: Tensor, best: Tensor, token: Tensor
