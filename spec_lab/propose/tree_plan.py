@@ -103,6 +103,7 @@ class TreePlan:
         temperature: the drafter's own; None uses each request's.
         confidence: between 0, off, and 1.
         budget: of trees that grow best first, in place of ``tree``; None for none.
+        penalized: whether the requests' repetition penalties apply; False where the drafter has tokens of its own.
 
     Raises:
         ValueError: options that exclude each other; names them.
@@ -113,6 +114,7 @@ class TreePlan:
     temperature: float | None = None
     confidence: float = 0.0
     budget: Budget | None = None
+    penalized: bool = True
 
     def __post_init__(self) -> None:
         if self.budget is None:
@@ -236,6 +238,7 @@ class TreePlan:
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the drafter samples for a request."""
+        request = request if self.penalized else replace(request, repetition_penalty=1.0)
         return request if self.temperature is None else replace(request, temperature=self.temperature)
 
     def stop(self, batch: Batch) -> Stop | None:

@@ -387,7 +387,7 @@ def test_another_tokenizer_is_refused_unless_the_option_is_set(pairs):
     for options in ({}, {"vocabularies": "same"}):
         with pytest.raises(ValueError, match=r"another tokenizer .*proposer\.vocabularies=intersect"):
             DraftModel.load(target, path, depth=2, **options)
-    with pytest.raises(ValueError, match=r"vocabularies must be one of same, intersect, not 'union'"):
+    with pytest.raises(ValueError, match=r"vocabularies must be one of same, intersect, strings, not 'union'"):
         DraftModel.load(target, path, depth=2, vocabularies="union")
 
 

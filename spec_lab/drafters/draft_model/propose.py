@@ -7,6 +7,7 @@ and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, Unpack
 
@@ -14,16 +15,20 @@ import numpy as np
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, empty
+from spec_lab.core.inference import inference
 from spec_lab.core.options import DraftModelPath, Filled, WrongOption, checked
-from spec_lab.core.shape import Shape
+from spec_lab.core.shape import Shape, forest
+from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_model.cache import CachedDrafter, DraftCache, Tentative
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.drafters.draft_model.retokenized import Tokens
+from spec_lab.drafters.draft_model.strings import StringTokens, strings
 from spec_lab.drafters.draft_model.vocabularies import SameTokens, SharedTokens, TrimmedTokens, intersect
 from spec_lab.drafters.trimmed import Drafted, chosen_tokens, with_tokens
 from spec_lab.models.target import Target
+from spec_lab.propose.continuations import merged
 from spec_lab.propose.device_levels import DeviceLevels
 from spec_lab.propose.expansion import Computed, RowLogits
 from spec_lab.propose.levels import RUN
@@ -65,7 +70,7 @@ class DraftModel(CachedDrafter):
         target: Target,
         path: DraftModelPath,
         revision: Filled | None = None,
-        vocabularies: Literal["same", "intersect"] = "same",
+        vocabularies: Literal["same", "intersect", "strings"] = "same",
         tokens: Drafted | None = None,
         **options: Unpack[TreeOptions],
     ) -> DraftModel:
@@ -75,7 +80,8 @@ class DraftModel(CachedDrafter):
             target: whose tokens are drafted.
             path: a folder of a transformers checkpoint, or a hub name.
             revision: branch, tag or commit of a hub name; None: main.
-            vocabularies: same: it has the target's tokens; intersect: the tokens that both have are drafted.
+            vocabularies: same: it has the target's tokens; intersect: the tokens that both have are drafted; strings:
+                its likeliest tokens are translated as text (SLEM), which requires drawn=point.
             tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
                 target's stop tokens; None: all.
             options: of the trees.
@@ -86,18 +92,30 @@ class DraftModel(CachedDrafter):
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
+        if vocabularies == "strings" and (plan.drawn != "point" or tokens is not None):
+            what = f"drawn is {plan.drawn}" if plan.drawn != "point" else f"tokens is {tokens}"
+            change = "drawn=point" if plan.drawn != "point" else "tokens=null"
+            raise WrongOption(
+                f"vocabularies=strings translates the draft model's likeliest tokens, all of its own, and {what}: "
+                f"set proposer.{change}"
+            )
         draft = load_draft(target, path, revision)
         if draft.chains and plan.branches:
             raise WrongOption(
                 f"path: the draft {path} has recurrent layers, whose runner can take back rejected tokens of "
                 "a chain only: choose proposer=draft_chain, or another draft"
             )
+        if vocabularies == "strings":
+            plan.check_width(draft.vocabulary)
+            translation = strings(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))
+            own, name = replace(plan, penalized=False), f"draft_{plan.kind}"
+            return StringDraftModel(draft.runner(None), draft.context, own, name, draft.sha256, translation)
         shared: SharedTokens | None = None
         kept = None if tokens is None else chosen_tokens(tokens, target)
         if vocabularies == "intersect":
             shared = intersect(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))
         else:
-            advice = "; proposer.vocabularies=intersect drafts the tokens that both have"
+            advice = "; proposer.vocabularies=intersect drafts the tokens that both have, strings any text"
             check_same_tokens(target, draft.vocabulary, draft.tokenizer, path, advice)
         if kept is not None:
             shared = TrimmedTokens(kept.tolist(), target.vocabulary) if shared is None else shared.only(kept)
@@ -109,7 +127,7 @@ class DraftModel(CachedDrafter):
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
         vocabularies = self.vocabularies.toy(target.vocabulary)
-        return DraftModel(draft, target.context, self.plan.toy(tree), self.name, vocabularies=vocabularies)
+        return type(self)(draft, target.context, self.plan.toy(tree), self.name, vocabularies=vocabularies)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -186,3 +204,31 @@ class DraftModel(CachedDrafter):
                     cache.tentative = Tentative(shape, tree, token, done)
 
         return levels.grow(computed(planned.first, None), compute, planned.given, finish)
+
+
+class StringDraftModel(DraftModel):
+    """Drafts with a causal LM that has other tokens, whose likeliest ones are translated as text.
+
+    As many of the target's tokens are drafted as the plan has nodes, and no deeper than its depth. Arguments as of
+    ``DraftModel``; siblings are drawn as "point".
+    """
+
+    vocabularies: StringTokens
+
+    @inference
+    def propose(self, batch: Batch) -> Draft:
+        """See ``Proposer``. Masks of a constraint concern the target's tokens, so that the draft model has none."""
+        drafted = super().propose(replace(batch, draft_masks=None, deferred=False))
+        shapes, tokens = list[Shape](), list[int]()
+        for tree, (sequence, room) in enumerate(zip(batch.sequences, batch.room(), strict=True)):
+            parents, nodes = merged(self._paths(drafted, tree, sequence.tokens, room), self.nodes)
+            shapes.append(Shape(1, np.array(parents, dtype=np.int64)))
+            tokens += nodes
+        return Draft(forest(tuple(shapes)), upload_tokens(batch.device, tokens), broken=drafted.broken)
+
+    def _paths(self, draft: Draft, tree: int, text: Sequence[int], room: int) -> list[list[int]]:
+        """The target's tokens of every path of a tree of draft tokens, in the order of its leaves."""
+        shape, token = draft.shape, draft.token.tolist()
+        leaves = [row for row in shape.trees[tree].tolist()[1:] if not shape.count[row]]
+        paths = [[token[row - shape.roots] for row in shape.path(leaf)] for leaf in leaves]
+        return [self.vocabularies.write(text, path)[: min(room, self.plan.depth)] for path in paths]

@@ -100,6 +100,36 @@ class Tokens:
         return by_meaning
 
 
+class ByteEncoder:
+    """Tokenizes bytes: text as the tokenizer splits it, bytes that are no UTF-8 as tokens of one byte, if it has any.
+
+    Args:
+        tokens: of the tokenizer.
+
+    Raises:
+        ValueError: the tokens have no known bytes.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.spaced = tokens.begins_with_space
+        self.single = {data[0]: token for data, token in tokens.by_meaning(tokens.pieces.__getitem__).items()
+                       if isinstance(data, bytes) and len(data) == 1}  # fmt: skip
+        self.backend = copy(tokens.tokenizer.backend_tokenizer)
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.encode_special_tokens = True  # the text "</s>", spelled by ordinary tokens, ends nothing
+
+    def __call__(self, data: bytes) -> list[int]:
+        """Return the tokens of a text; a tokenizer that puts a space before a text gets it without its first one."""
+        ids: list[int] = []
+        for part in re.split("([\udc80-\udcff])", data.decode("utf-8", "surrogateescape")):
+            if "\udc80" <= part[:1] <= "\udcff":
+                ids += [self.single[byte] for byte in part.encode("utf-8", "surrogateescape") if byte in self.single]
+            elif text := part.removeprefix(" ") if self.spaced else part:
+                ids += self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
 class Retokenized:
     """What a draft model reads: the text of the target's tokens, as the draft model's own tokenizer splits it.
 
@@ -122,14 +152,8 @@ class Retokenized:
     def __init__(self, target: Tokens, draft: Tokens, special: Mapping[int, int]) -> None:
         self.pieces, self.special, self.shared = target.pieces, target.special, special
         self.begin, self.target_spaced = target.tokenizer.bos_token_id, target.begins_with_space
-        self.prefix, self.draft_spaced = draft.prefix, draft.begins_with_space
-        self.single = {data[0]: token for data, token in draft.by_meaning(draft.pieces.__getitem__).items()
-                       if isinstance(data, bytes) and len(data) == 1}  # fmt: skip
-        self.backend = copy(draft.tokenizer.backend_tokenizer)
-        self.backend.no_padding()
-        self.backend.no_truncation()
-        self.backend.encode_special_tokens = True  # the text "</s>", spelled by ordinary tokens, ends nothing
-        self._tokens = lru_cache(KEPT)(self._tokenize)
+        self.prefix = draft.prefix
+        self._tokens = lru_cache(KEPT)(ByteEncoder(draft))
 
     def __call__(self, tokens: list[int]) -> list[int]:
         """See ``SameTokens.read``."""
@@ -149,13 +173,4 @@ class Retokenized:
             if end < len(tokens) and tokens[end] in self.shared:
                 ids.append(self.shared[tokens[end]])
             start = end + 1
-        return ids
-
-    def _tokenize(self, piece: bytes) -> list[int]:
-        ids: list[int] = []
-        for part in re.split("([\udc80-\udcff])", piece.decode("utf-8", "surrogateescape")):
-            if "\udc80" <= part[:1] <= "\udcff":
-                ids += [self.single[byte] for byte in part.encode("utf-8", "surrogateescape") if byte in self.single]
-            elif text := part.removeprefix(" ") if self.draft_spaced else part:
-                ids += self.backend.encode(text, add_special_tokens=False).ids
         return ids

@@ -181,6 +181,32 @@ def one_to_one(counterparts: Mapping[int, int]) -> Callable[[list[int]], list[in
     return read
 
 
+def tokens_of(target: Target, option: str) -> Tokens:
+    """Return the tokens of a target, for an option.
+
+    Raises:
+        ValueError: it has no tokenizer.
+    """
+    if target.tokenizer is None:
+        raise ValueError(f"{option} requires the target's tokenizer, and {target.name} has none")
+    return Tokens(target.tokenizer, target.vocabulary, target.ends, target.name)
+
+
+def shared_pairs(target: Tokens, draft: Tokens, alike: bool, option: str) -> list[tuple[int, int]]:
+    """Return the tokens that a target and a draft model share, in the ids of both.
+
+    Args:
+        target, draft: their tokens.
+        alike: whether they are compared by their names.
+        option: that compares them.
+
+    Raises:
+        ValueError: the tokens of one have no known bytes.
+    """
+    meanings = [vocabulary.by_meaning(_spelling(vocabulary, alike, option)) for vocabulary in (target, draft)]
+    return sorted((token, meanings[1][key]) for key, token in meanings[0].items() if key in meanings[1])
+
+
 def intersect(target: Target, draft: Tokens) -> SharedTokens:
     """Return the tokens that a target and a draft model share, and log how many there are.
 
@@ -188,18 +214,16 @@ def intersect(target: Target, draft: Tokens) -> SharedTokens:
         ValueError: the target has no tokenizer; the tokens of one have no known bytes; they share too few.
     """
     option = "proposer.vocabularies=intersect"
-    if target.tokenizer is None:
-        raise ValueError(f"{option} requires the target's tokenizer, and {target.name} has none")
-    mine = Tokens(target.tokenizer, target.vocabulary, target.ends, target.name)
+    mine = tokens_of(target, option)
     alike = mine.own == draft.own and all(mine.encode(text) == draft.encode(text) for text in PROBES)
-    meanings = [vocabulary.by_meaning(_spelling(vocabulary, alike)) for vocabulary in (mine, draft)]
-    pairs = sorted((token, meanings[1][key]) for key, token in meanings[0].items() if key in meanings[1])
+    pairs = shared_pairs(mine, draft, alike, option)
     ordinary = sum(token not in mine.special for token, _ in pairs)
     least = max(FEWEST, round(MIN_SHARE * len(mine.names)))
     if ordinary < least:
         raise ValueError(
             f"{option}: the draft {draft.name} shares {ordinary} of the {len(mine.names)} tokens of the target "
-            f"{target.name}, at least {least} are required; choose a draft model with a more similar tokenizer"
+            f"{target.name}, at least {least} are required; choose a draft model with a more similar tokenizer, or "
+            "proposer.vocabularies=strings, which needs no shared tokens"
         )
     if alike:
         numbers = {token: number for number, token in draft.names.items()}
@@ -218,7 +242,7 @@ def intersect(target: Target, draft: Tokens) -> SharedTokens:
     return shared
 
 
-def _spelling(tokens: Tokens, alike: bool) -> Callable[[int], Hashable]:
+def _spelling(tokens: Tokens, alike: bool, option: str) -> Callable[[int], Hashable]:
     """Return the function from an ordinary token to its spelling: its name if tokenizers are alike, else its bytes.
 
     Raises:
@@ -226,7 +250,7 @@ def _spelling(tokens: Tokens, alike: bool) -> Callable[[int], Hashable]:
     """
     if alike:
         return tokens.names.__getitem__
-    cannot = f"proposer.vocabularies=intersect cannot compare the tokens of {tokens.name} by their bytes"
+    cannot = f"{option} cannot compare the tokens of {tokens.name} by their bytes"
     if not isinstance(tokens.tokenizer, FastTokenizer):
         raise ValueError(f"{cannot}: a {type(tokens.tokenizer).__name__} is no fast tokenizer")
     try:

@@ -19,7 +19,8 @@ from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.cascade import DraftCascade
 from spec_lab.drafters.draft_layers import random_network, small_layer
-from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.draft_model.propose import DraftModel, StringDraftModel
+from spec_lab.drafters.draft_model.strings import StringTokens
 from spec_lab.drafters.draft_model.vocabularies import SharedTokens, TrimmedTokens, one_to_one
 from spec_lab.drafters.eagle.network import Eagle3Settings, EagleSettings
 from spec_lab.drafters.early_exit import EarlyExit
@@ -70,6 +71,11 @@ def draft_model(tree="1x1", drawn="iid", vocabularies=None, **options):
 
 def shared_tokens():
     return SharedTokens([(0, 1), (3, 2)], 4, one_to_one({0: 1, 1: 0, 3: 2}), 4)
+
+
+def string_model(tree):
+    plan = TreePlan(parse(tree), "point", penalized=False)
+    return StringDraftModel(DRAFT, TARGET.context, plan, vocabularies=StringTokens(list, list, (), (), {}))
 
 
 def medusa(trunk, own_lm_heads=False):
@@ -153,6 +159,8 @@ PROPOSERS = {
     "tree point": draft_model("2x1", "point", confidence=0.5),
     "chain of shared tokens": draft_model(vocabularies=shared_tokens()),
     "tree of shared tokens": draft_model("2x1", "without", vocabularies=shared_tokens()),
+    "chain of another tokenizer's text": string_model("1x1"),
+    "tree of another tokenizer's text": string_model("2x1"),
     "best first iid": draft_model(budget=Budget(3)),
     "best first without": draft_model(drawn="without", budget=Budget(3, width=1)),
     "best first point": draft_model(drawn="point", budget=Budget(3)),
@@ -305,7 +313,7 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
 
 def factory(proposer):
     """What configs name: drafters of features have one class and several networks."""
-    kind = type(proposer)
+    kind = next((part for part in type(proposer).__mro__ if "load" in vars(part)), type(proposer))
     return (
         f"spec_lab.drafters.{proposer.name}.propose.load"
         if kind is FeatureDrafter or kind is KangarooDrafter
