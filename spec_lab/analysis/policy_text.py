@@ -1,4 +1,4 @@
-"""What a policy decided, and from which measured costs, in words."""
+"""Decisions of a policy, and the measured costs that they follow from, in words."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ COLUMNS = {
 
 
 MEANINGS = {figure.heading: figure.meaning for figure in COLUMNS.values() if figure.meaning}
-"""What they are, by heading."""
+"""Meanings of the columns, by heading."""
 
 
 def accuracy_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -40,10 +40,10 @@ DECLARED = {
     "verifier": "spec_lab.verify.verdict.DECLARED",
     "constraint": "spec_lab.constrain.protocol.DECLARED",
 }
-"""What the attributes of each part must be (``core.protocols.Declared``)."""
+"""Required types of the attributes of each part (``core.protocols.Declared``)."""
 
 NOTHING = ("spec_lab.constrain.load.none", "spec_lab.policy.none")
-"""What returns no part."""
+"""Functions that return no part."""
 
 
 def part_config(config: DictConfig, part: str) -> DictConfig:
@@ -59,8 +59,9 @@ def part_config(config: DictConfig, part: str) -> DictConfig:
 
 
 def task(config: DictConfig) -> Any:
-    """What ``config.task`` names, with its scalar arguments: called with the lab, its settings and the config, it does
-    the work.
+    """Return the function that ``config.task`` names, with its scalar arguments.
+
+    It does the task's work when called with the lab, its settings and the config.
 
     Raises:
         Refused: there is no such thing; an option it does not take; names it.
@@ -254,7 +255,7 @@ def option_names(made: type) -> list[str]:
 
 
 def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
-    """What each entry of ``config[group]`` names, by the entry's name; an absent or null group has none.
+    """Build the part that each entry of ``config[group]`` names, by the entry's name; an absent or null group has none.
 
     Raises:
         Refused: as in ``build``; the group is no mapping.

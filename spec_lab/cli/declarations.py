@@ -23,7 +23,7 @@ SETTINGS = "spec_lab.tasks.settings.Settings"
 """The options of every run."""
 
 APPLIED = "spec_lab.constrain.applied.AppliedConstraint"
-"""Of every constraint, the options that say how it applies are this class's."""
+"""Class whose options say how a constraint applies; every constraint has them."""
 
 
 DRAFTERS = "block|draft_model|eagle|hydra|kangaroo|medusa|mtp|pard|skip"

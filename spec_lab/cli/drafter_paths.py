@@ -28,7 +28,7 @@ class Named(NamedTuple):
     option: str
     """Its full name, such as ``proposer.path``."""
     options: dict[str, Any]
-    """Of the part."""
+    """Options of the part."""
     path: str
     kind: DrafterPath
 

@@ -14,7 +14,7 @@ class Refused(CompactHydraException):
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong in one line, without characters that a terminal would execute."""
+    """Return an error's message in one line, without characters that a terminal would execute."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
     if isinstance(error, InterpolationResolutionError):  # of several lines; the first one says what is wrong

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 REUSED = ProcessCache()
-"""What the runs of this process share, a sweep's above all; it is passed to the parts."""
+"""Cache that the runs of this process share, above all those of a sweep; it is passed to the parts."""
 
 
 def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:

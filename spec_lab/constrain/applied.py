@@ -122,7 +122,7 @@ class AppliedConstraint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the manifest records."""
+        """See ``Part``."""
         return {
             "name": self.constraint.name,
             "placement": self.placement,
@@ -138,7 +138,7 @@ class AppliedConstraint:
 
 @dataclass
 class MaskBudget:
-    """What the draft of one step may still spend on masks, and what it has spent.
+    """Seconds and masks that the draft of one step may still spend, and has spent.
 
     Args:
         left: ``[B]`` masks for each sequence.
@@ -360,7 +360,7 @@ def _within_budget(shape: Shape, token: np.ndarray, masks: DraftTreeMasks) -> np
 
 
 MAX_PREFIXES = 2**20
-"""Of ``AppliedConstraint.max_prefixes``: each is a row of a forward."""
+"""Largest value of ``AppliedConstraint.max_prefixes``: each is a row of a forward."""
 
 NO_TOKENS = np.empty(0, dtype=np.int64)
 PARTS = ("bits", "legal", "barrier")

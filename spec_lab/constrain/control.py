@@ -70,7 +70,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Event:
-    """What the engine did with a branch of the last step.
+    """Outcome of a branch of the last step, as the engine decided it.
 
     Args:
         branch: its index in the list that ``step`` returned. Branch 0 keeps the sequence, its KV cells and its random

@@ -1,4 +1,4 @@
-"""What a constraint is: a state that is carried along a sequence, and the token masks of draft trees.
+"""Constraints: a state that is carried along a sequence, and the token masks of draft trees.
 
 Masks are packed. Bit t of a row, lowest bit first, is set if token t is allowed next; ``W = ceil(V / 32)`` words of 32
 bits make a row. A token is forced (a jump-forward token) where its mask allows no other token.
@@ -37,7 +37,7 @@ def calling(constraint: Constraint) -> attributed:
 
 
 class TokenWeights(NamedTuple):
-    """What the target probabilities after one row are multiplied by; they are renormalised after that.
+    """Factors of the target probabilities after one row; they are renormalised after that.
 
     Args:
         tokens: ``[n]`` the tokens that may come next.
@@ -49,7 +49,7 @@ class TokenWeights(NamedTuple):
 
 
 class ConstraintState(ABC):
-    """What a constraint knows after the tokens of one sequence.
+    """State of a constraint after the tokens of one sequence.
 
     A state is a function of the tokens. Advancing a fork has no effect on the original, so draft tokens are tried on
     forks. Any method may raise ``ConstraintError``; the request ends with it only once its tokens are committed.
@@ -115,7 +115,7 @@ DECLARED = {
     "prompt": FLAG,
     "facts": FACTS,
 }
-"""What a constraint's attributes must be."""
+"""Required types of a constraint's attributes."""
 
 
 class Constraint(Part):

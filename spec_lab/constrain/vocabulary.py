@@ -14,8 +14,8 @@ from llguidance.hf import from_tokenizer
 from spec_lab.models.target import Target
 
 MARK = b"\xff"
-"""What llguidance puts before the text of special tokens: it takes a token whose bytes begin with it for a special one,
-and does not return its bytes. No UTF-8 text has this byte, but a model may emit its token."""
+"""Byte that precedes the text of special tokens in llguidance: a token whose bytes begin with it is special there, and
+llguidance does not return its bytes. No UTF-8 text has this byte, but a model may emit its token."""
 
 
 def _alphabet() -> dict[str, int]:

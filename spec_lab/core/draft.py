@@ -39,7 +39,7 @@ SOME_WAYS = Declared(
     f"a frozenset of some of {', '.join(WAYS)}",
     lambda value: isinstance(value, frozenset) and bool(value) and value <= frozenset(WAYS),
 )
-"""What parts declare of the ways of drawing."""
+"""Type of an attribute that declares ways of drawing."""
 
 
 class ComputedOnly(NamedTuple):
@@ -62,7 +62,7 @@ BROKEN = "the draft's logits are NaN or infinite"
 
 
 class Late(NamedTuple):
-    """What the host learns of a draft only with the outcome of its verification.
+    """Values of a draft that the host learns only with the outcome of its verification.
 
     Args:
         broken: ``[B]`` bool, on the device: trees whose draft logits hold no distribution.

@@ -21,7 +21,7 @@ SECONDS = 0.3
 """Maximum seconds of timed passes of reading, and again of products, unless a few passes take longer."""
 
 MAX_PASSES = 40
-"""Of each way of reading, and of each product."""
+"""Maximum number of passes of each way of reading, and of each product."""
 
 MIN_READ = {"cpu": 2**20, "cuda": 2**24}
 """Minimum number of bytes that are read in a pass: below, calls take longer than reading."""

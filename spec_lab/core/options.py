@@ -198,7 +198,7 @@ Temperature = Annotated[float, Number(0, MAX_TEMPERATURE)]
 Filled = Annotated[str, NotEmpty()]
 Texts = Annotated[Sequence[str], TextList()]
 DraftModelPath = Annotated[str, DrafterPath("a draft model", vocabulary=("vocab_size",), model=True)]
-"""Of a draft model with the target's tokens."""
+"""Path of a draft model with the target's tokens."""
 
 
 PLAIN = (Whole(0), Whole(1), Number(0), Number(0, 1), NotEmpty(), TextList())

@@ -51,7 +51,7 @@ class Reading:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep: each convention's value, where it comes from, and why."""
+        """Entries for records: each convention's value, where it comes from, and why."""
         return {
             name: {"value": convention.value, "source": convention.source, "why": convention.why}
             for name, convention in self.conventions.items()

@@ -1,4 +1,4 @@
-"""What decodes: a target, a proposer, a verifier, a constraint, and where random choices come from."""
+"""The parts that decode: a target, a proposer, a verifier, a constraint, and where random choices come from."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Decision:
 
 @dataclass
 class Committed:
-    """What one sequence got in one step.
+    """Tokens that one sequence got in one step.
 
     Args:
         path: rows of the accepted nodes, from the root down.

@@ -15,7 +15,7 @@ from spec_lab.decode.sequence import SequenceState
 
 
 class Masking:
-    """What a constraint does in one step; without one it does nothing.
+    """Work of a constraint in one step; nothing without a constraint.
 
     Args:
         constraint: of the arm; None for none.

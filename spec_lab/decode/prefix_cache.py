@@ -40,7 +40,7 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """What it counts against the limit."""
+        """Number of cells that count against the limit."""
         return _blocks(len(self.tokens))
 
 

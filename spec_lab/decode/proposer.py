@@ -25,7 +25,7 @@ from spec_lab.runners.runner import ABILITIES, Ability, DraftRunner, Runner
 
 @dataclass(frozen=True)
 class Requires:
-    """What a proposer requires of the target's forwards. The engine captures only this.
+    """Outputs of the target's forwards that a proposer requires. The engine captures only this.
 
     Args:
         hidden: numbers of hidden states, as in transformers' ``hidden_states``: number i is the input of layer i (the
@@ -47,7 +47,7 @@ class Requires:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What the target computed for one sequence in one step. n positions were newly computed and committed.
+    """Outputs that the target computed for one sequence in one step. n positions were newly computed and committed.
 
     Args:
         sequence: which; its ``state`` is the proposer's.
@@ -107,7 +107,7 @@ DECLARED = {
     "reading": Declared("spec_lab.core.reading.Reading", lambda value: isinstance(value, Reading)),
     "sha256": TEXT_OR_NONE,
 }
-"""What a proposer's attributes must be."""
+"""Required types of a proposer's attributes."""
 
 
 class Proposer(Part):
@@ -155,7 +155,7 @@ class Proposer(Part):
 
     @default
     def requires(self) -> Requires:
-        """What the target must return in addition to the logits that are verified."""
+        """Outputs that the target must return in addition to the logits that are verified."""
         return Requires()
 
     @default
@@ -192,7 +192,7 @@ class Proposer(Part):
 
     @default
     def shared_store(self) -> str:
-        """What requests share, in a few words for the manifest; empty where drafts follow from their own text only.
+        """State that requests share, in a few words; empty where drafts follow from their own text only.
 
         Verification makes every sequence's distribution the same whatever was drafted, but not its tokens: at a
         temperature above 0 they may differ when other requests are decoded with it.

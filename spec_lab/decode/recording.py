@@ -1,4 +1,4 @@
-"""What a step records of its distributions, so that other verifiers and trees can be evaluated without the model.
+"""Records of a step's distributions, so that other verifiers and trees can be evaluated without the model.
 
 A recorded row holds p and q at the same tokens, those with the largest max(p, q), and what the rest of the vocabulary
 has: its mass under either, and its largest probability under either. Children of the row are always among the tokens.
@@ -32,7 +32,7 @@ ID_BYTES = 3
 
 @dataclass(frozen=True)
 class Recording:
-    """What the steps of a run record.
+    """Options of the records of a run's steps.
 
     Args:
         drafts: whether every drafted token is kept with its probabilities, and every emitted one (``Recorded``).
@@ -81,7 +81,7 @@ class Distributions:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What was drafted, how likely it was, and what a step emitted. Arrays are the host's.
+    """Drafted nodes, their probabilities, and the emitted tokens of a step. Arrays are the host's.
 
     Args:
         token: ``[M]`` the drafted tokens.

@@ -107,7 +107,7 @@ class SequenceState:
 
 
 class DraftMasks(Protocol):
-    """What a constraint allows below the nodes of a draft that still grows."""
+    """Token masks of a constraint below the nodes of a draft that still grows."""
 
     @property
     def forces(self) -> bool:
@@ -115,7 +115,7 @@ class DraftMasks(Protocol):
         ...
 
     def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:
-        """What may be drawn below ``rows`` ``[n]`` of a forest that holds ``token`` ``[M]`` so far: ``[n, V]`` bool.
+        """Return the tokens allowed below ``rows`` ``[n]`` of a forest with tokens ``token`` ``[M]``: ``[n, V]`` bool.
 
         Ask level by level, roots first. Where a row is all False nothing can be drafted.
         """
@@ -131,7 +131,7 @@ class DraftMasks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a proposer sees of one step.
+    """Sequences of one step, as a proposer sees them.
 
     Args:
         target: verifies.

@@ -149,7 +149,7 @@ def forward(lm: Runner, start: Start, draft: Draft) -> tuple[Output, Draft]:
 
 
 def _required(requires: Requires, output: Output, forest: Draft) -> dict[str, Array]:
-    """What the host reads for the proposer."""
+    """Return the arrays that the host reads for the proposer."""
     required: dict[str, Array] = {}
     if requires.top_k:
         required["top_k"] = output.logits.topk(requires.top_k, -1).indices
@@ -177,7 +177,7 @@ def _broken(
 
 
 def _decision(draft: Draft, host: Mapping[str, np.ndarray], masking: Masking, broken: Mapping[int, str]) -> Decision:
-    """What is committed."""
+    """Return the decision on the tokens to commit."""
     shape, row, logprobs = draft.shape, host["row"], None
     if "logprobs" in host:
         logprobs = [
@@ -302,7 +302,7 @@ def _observation(
     start: int,
     context: int,
 ) -> Observation:
-    """What a sequence with a tree computed, from position ``start`` on; its root is token ``context - 1``."""
+    """Return what a sequence with a tree computed, from position ``start`` on; its root is token ``context - 1``."""
     requires, shape, end = arm.proposer.requires, forest.shape, len(sequence.kv)
     kept = got.count(accepted=True, kept=True) if got.path else 0
     accepted = [shape.places.item(row) for row in got.path[:kept]]
@@ -321,7 +321,7 @@ def _observation(
 
 
 def _chunk(arm: Arm, sequence: SequenceState, count: int, output: Output, number: int) -> Observation:
-    """What a sequence computed of its prompt."""
+    """Return what a sequence computed of its prompt."""
     end = len(sequence.kv)
     hidden = output.observed(number) if arm.proposer.requires.hidden else None
     return Observation(sequence, end - count, sequence.tokens[end - count : end + 1], hidden)

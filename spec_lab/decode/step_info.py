@@ -1,4 +1,4 @@
-"""What one step did: a row of the table ``forwards``, and for each sequence a row of the table ``steps``."""
+"""Records of one step: a row of the table ``forwards``, and for each sequence a row of the table ``steps``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_lab.decode.recording import Distributions, Recorded, pack_ids
 from spec_lab.decode.sequence import SequenceState
 
 PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commit")
-"""What a step's time is split into, in order: masks are computed before the target's forward, or waited for after it.
+"""Phases of a step's time, in order: masks are computed before the target's forward, or waited for after it.
 """
 
 Chunk = tuple[SequenceState, int]
@@ -23,7 +23,7 @@ Chunk = tuple[SequenceState, int]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepInfo:
-    """What one step did: a row of the table ``forwards``, and for each sequence a row of the table ``steps``.
+    """Record of one step: a row of the table ``forwards``, and for each sequence a row of the table ``steps``.
 
     Args:
         sequences: ``[B]`` those that were decoded, each with a draft tree.

@@ -1,4 +1,4 @@
-"""What one step records of its distributions, and of what was drafted and emitted."""
+"""Recorder of one step: its distributions, its draft and its emitted tokens."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ INNER = -1
 
 @dataclass(eq=False)
 class DraftedText:
-    """What the draft model and the inner proposer hold of a sequence.
+    """States of the draft model and of the inner proposer for a sequence.
 
     Args:
         kv: in the draft model's runner.
@@ -216,13 +216,13 @@ class DraftCascade(Proposer):
 
     @property
     def sha256(self) -> str | None:
-        """Of the draft model's weights, with those of the inner proposer's files if it has any."""
+        """Hash of the draft model's weights, with those of the inner proposer's files if it has any."""
         inner, model = self.arm.proposer.sha256, self.arm.target.sha256
         return sha256(f"{model} {inner}".encode()).hexdigest() if model and inner else model
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         inner = self.arm.proposer
         of_inner = {"name": inner.name, "drawn": inner.drawn, **inner.facts}
         facts = {"depth": self.depth, "temperature": self.temperature, "verifier": self.arm.verifier.name}

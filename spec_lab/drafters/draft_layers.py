@@ -290,7 +290,7 @@ class DrafterNetwork(nn.Module):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep of a trimmed vocabulary; nothing of another one."""
+        """Facts of a trimmed vocabulary; empty for another one. See ``Part``."""
         return drafted_facts(self.tokens, self.settings.vocab_size) if self.trimmed else {}
 
     @property
@@ -371,7 +371,7 @@ class DrafterNetwork(nn.Module):
 
     @property
     def kinds(self) -> dict[int, AttentionKind]:
-        """Of attention, by layer; left out are layers with full attention."""
+        """Kinds of attention, by layer; left out are layers with full attention."""
         return {layer: AttentionKind(window) for layer, window in enumerate(self.body.windows) if window}
 
 

@@ -64,7 +64,7 @@ class FirstLayers(TreeProposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return self.plan.facts | {"layers": self.layers, "of_layers": self.target_lm.layers}
 
     def levels(self, sequence: SequenceState, room: int) -> int:

@@ -1,4 +1,4 @@
-"""What a proposer keeps of the target's hidden states, and of its own layers' KV cache, for one sequence."""
+"""The target's hidden states and the drafter's own KV cache, as a proposer keeps them for one sequence."""
 
 from __future__ import annotations
 

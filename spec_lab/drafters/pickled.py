@@ -62,7 +62,7 @@ class Converted(NamedTuple):
     size: int
     """Size of the weights, in bytes."""
     sha256: str
-    """Of the source."""
+    """Hash of the source."""
 
 
 def pickled_files(source: Path) -> list[Path]:

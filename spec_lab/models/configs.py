@@ -21,9 +21,9 @@ class Config(NamedTuple):
     """The config of a checkpoint."""
 
     loaded: Any
-    """Of the causal LM that is loaded."""
+    """Config of the causal LM that is loaded."""
     whole: Any
-    """Of the checkpoint: another one where it is multimodal. transformers chooses the tokenizer by it."""
+    """Config of the checkpoint: another one where it is multimodal. transformers chooses the tokenizer by it."""
 
     @property
     def multimodal(self) -> bool:
@@ -32,7 +32,7 @@ class Config(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """What the config of a causal LM tells of its sizes; None: not told."""
+    """Sizes in the config of a causal LM; None: not stated."""
 
     path: str
     """The folder or hub name as given."""
@@ -84,7 +84,7 @@ def read_model_config(path: str, folder: Path) -> Config:
 
 
 OTHER_CONFIGS = ("vision_config", "audio_config")
-"""Of the parts of a multimodal model that are not loaded; they are not read."""
+"""Configs of the parts of a multimodal model that are not loaded; they are not read."""
 
 
 def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[str, Any]:

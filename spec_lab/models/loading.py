@@ -116,20 +116,20 @@ class LoadedModel(NamedTuple):
     """In eval mode."""
     tokenizer: Any
     folder: Path
-    """Of the checkpoint's files; in the cache for a hub name."""
+    """Folder of the checkpoint's files; in the cache for a hub name."""
 
 
 class CheckedCheckpoint(NamedTuple):
     """A checkpoint whose files were checked, before its weights are read."""
 
     folder: Path
-    """Of its files; in the cache for a hub name."""
+    """Folder of its files; in the cache for a hub name."""
     commit: str | None
-    """Of a hub name."""
+    """Commit of a hub name."""
     model: Any
     """The model that its config describes, on torch's meta device; of a multimodal checkpoint its text part."""
     config: Config
-    """Of the checkpoint."""
+    """Config of the checkpoint."""
     quantization: Quantization | None = None
     """How it is quantized, or is to be quantized while it is loaded."""
 

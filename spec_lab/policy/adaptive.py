@@ -67,7 +67,7 @@ def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Se
 
 @dataclass
 class Decided:
-    """What an adaptive proposer carries for a sequence beside the states of its parts.
+    """State of an adaptive proposer for a sequence, beside the states of its parts.
 
     Args:
         state: the policy's.
@@ -92,7 +92,7 @@ class Adaptive(Hybrid):
 
     @property
     def proposer(self) -> Proposer:
-        """What drafts."""
+        """The proposer that drafts."""
         return self.proposers[0]
 
     @property
@@ -117,7 +117,7 @@ class Adaptive(Hybrid):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {**self.proposer.facts, "policy": {"name": self.policy.name, **self.policy.facts}}
 
     def forget(self) -> None:

@@ -34,7 +34,7 @@ MAX_ARMS = 64
 
 @dataclass
 class Rewards:
-    """What each configuration has brought, or would have brought.
+    """Rewards that each configuration has brought, or would have brought.
 
     Args:
         steps: ``[A]`` observed steps.
@@ -160,7 +160,7 @@ class Bandit(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         facts = {"bandit": self.rule, "exploration": self.exploration, "memory": self.memory, "scope": self.scope}
         costs = {part or "costs": cost.facts["seconds"] for part, cost in self.costs.items()}
         return {**facts, **described(self.stop), "arms": [arm.as_json() for arm in self.arms], "seconds": costs}

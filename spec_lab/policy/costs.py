@@ -1,4 +1,4 @@
-"""What a step costs, by the levels that are drafted and the number of sequences: measured once, and cached."""
+"""Costs of a step, by the levels that are drafted and the number of sequences: measured once, and cached."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DraftCosts:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """Seconds by numbers of sequences and of levels, as values that JSON can hold."""
         return {
             "seconds": {str(live): {str(k): v for k, v in seconds.items()} for live, seconds in self.seconds.items()}
         }

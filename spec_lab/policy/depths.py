@@ -48,7 +48,7 @@ class FixedDepth(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"depth": self.depth, "part": self.part_name}
 
     @property
@@ -118,7 +118,7 @@ class Heuristic(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"start": self.start, "up": self.up, "down": self.down, "max_depth": self.max_depth}
 
     def init(self, request: Request) -> Depth:

@@ -20,7 +20,7 @@ from spec_lab.propose.stop_rules import Gain, RuleName, described, rule_of
 from spec_lab.propose.trees import MAX_DEPTH, TreeDepth
 
 Scope = Literal["request", "run"]
-"""What a policy learns from: each request's own past, or that of all requests of the run."""
+"""Requests that a policy learns from: each from its own past, or from that of all requests of the run."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Goodput(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         facts = {"depth": self.depth, "prior": self.prior, "memory": self.memory, "weight": self.weight}
         if self.stop is not None:
             facts |= {**described(self.stop), "threshold": self.threshold}
@@ -272,7 +272,7 @@ class GainOverCost(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         facts = {
             **described(self.stop),
             "scale": self.scale,

@@ -1,4 +1,4 @@
-"""What every policy offers: limits for the next draft, from the outcomes of earlier ones.
+"""Interface of policies: limits for the next draft, from the outcomes of earlier ones.
 
 Whatever a policy decides, verification stays exact: a limit follows from what was known before anything was drawn in
 the step (the texts, earlier outcomes, measured costs), and a rule that stops drafts reads draft distributions and drawn
@@ -20,7 +20,7 @@ from spec_lab.decode.sequence import Batch
 
 @dataclass(frozen=True)
 class DraftOutcome:
-    """What came of one sequence's draft in one step.
+    """Outcome of one sequence's draft in one step.
 
     Args:
         state: the policy's, of the sequence.
@@ -52,7 +52,7 @@ DECLARED = {
     "shared_store": TEXT,
     "facts": FACTS,
 }
-"""What a policy's attributes must be."""
+"""Required types of a policy's attributes."""
 
 
 class Policy(Part):
@@ -73,7 +73,7 @@ class Policy(Part):
 
     @default
     def shared_store(self) -> str:
-        """What requests share, in a few words for the manifest; empty for nothing. See ``Proposer.shared_store``."""
+        """State that requests share, in a few words; empty for nothing. See ``Proposer.shared_store``."""
         return ""
 
     def forget(self) -> None:

@@ -22,7 +22,7 @@ from spec_lab.results.writer import load
 
 @dataclass(frozen=True, eq=False)
 class RecordedPolicy(Policy):
-    """What another run decided, for the same requests step by step.
+    """Replays the decisions of another run, for the same requests step by step.
 
     Args:
         limits: by request, of its steps in order.
@@ -85,7 +85,7 @@ class RecordedPolicy(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {**described(self.stop), "source": self.source, "requests": len(self.limits)}
 
     def init(self, request: Request) -> None:

@@ -18,7 +18,7 @@ from spec_lab.propose.stop_rules import AdaEdl, Confidence, RuleName, Svip, desc
 from spec_lab.propose.trees import TreeDepth
 
 GOAL, STEP, KEEP, MEMORY = 0.9, 0.01, 0.9, 0.5
-"""Of the controller: the acceptance it aims at, the step of the threshold, and the weights of the past."""
+"""Constants of the controller: the acceptance it aims at, the step of the threshold, and the weights of the past."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Threshold(Policy):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {**described(self.stop), "threshold": self.threshold, "adapt": self.adapt, "depth": self.depth}
 
     def init(self, request: Request) -> Controlled:

@@ -31,7 +31,7 @@ that a part that was bad for some time is tried again."""
 
 @dataclass
 class Record:
-    """What was accepted of a sequence's parts so far.
+    """Accepted tokens of a sequence's parts so far.
 
     Args:
         accepted: for each part the moving average of accepted tokens in steps in which it drafted.
@@ -104,7 +104,7 @@ class BestOf(Hybrid):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         costs = dict(zip(self.parts, self.costs, strict=True))
         return {"costs": costs, "start": self.start, "memory": self.memory, "parts": self.part_facts}
 

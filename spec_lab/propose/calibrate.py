@@ -45,7 +45,7 @@ SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128
 """Tree sizes that are timed, up to the largest allowed one, which is timed as well."""
 
 LEVEL = 0.98
-"""Of the best rate: the largest tree above it is taken, as tokens are known better than seconds."""
+"""Share of the best rate: the largest tree above it is taken, as tokens are known better than seconds."""
 
 CONTEXT = 200
 """Tokens of context at which steps are timed, where the target has room for so many."""
@@ -76,7 +76,7 @@ class Calibration:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep beside the tree."""
+        """Facts of the calibration beside the tree. See ``Part``."""
         costs = self.costs
         return {
             "expected_tokens": self.expected_tokens,

@@ -1,4 +1,4 @@
-"""What follows a place of a text, and texts merged into a tree, for proposers that draft what they have found."""
+"""Continuations of a position of a text, and texts merged into a tree, for proposers that draft found text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a growing forest needs of the drafter: logits at its roots, and at further rows."""
+"""Interface between a growing forest and the drafter: logits at its roots, and at further rows."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from spec_lab.propose.stop_rules import Stop
 
 
 class Children(NamedTuple):
-    """What is drawn below some rows.
+    """Nodes drawn below some rows.
 
     Args:
         token: ``[n, K]`` the tokens of each row's children by rank. Those of children that do not exist mean nothing.

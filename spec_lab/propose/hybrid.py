@@ -30,7 +30,7 @@ from spec_lab.runners.runner import DraftRunner
 
 @dataclass
 class PartStates:
-    """What a hybrid carries for a sequence.
+    """States of a hybrid's parts for a sequence.
 
     Args:
         each: the states of the parts, in order.
@@ -88,7 +88,7 @@ class Hybrid(Proposer):
 
     @cached_property
     def requires(self) -> Requires:
-        """What any of them requires."""
+        """Outputs that any of the parts requires."""
         every = [part.requires for part in self.proposers]
         hidden = dict.fromkeys(layer for requires in every for layer in requires.hidden)
         return Requires(
@@ -101,21 +101,21 @@ class Hybrid(Proposer):
 
     @property
     def forced_nodes(self) -> int:
-        """Of all parts together."""
+        """Sum over all parts."""
         return sum(part.forced_nodes for part in self.proposers)
 
     @property
     def target_cells(self) -> int:
-        """Of all parts together, since one may hold its draft while another drafts."""
+        """Sum over all parts, since one may hold its draft while another drafts."""
         return sum(part.target_cells for part in self.proposers)
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
-        """Of all parts together."""
+        """Return the sum over all parts."""
         return sum(part.kv_bytes(positions) for part in self.proposers)
 
     @property
     def sha256(self) -> str | None:
-        """Of the hashes of the parts' files, or the only one of them; None where no part was read from files."""
+        """Hash of the hashes of the parts' files, or the only one of them; None where no part was read from files."""
         hashes = [part.sha256 for part in self.proposers if part.sha256 is not None]
         if len(hashes) < 2:
             return hashes[0] if hashes else None
@@ -123,7 +123,7 @@ class Hybrid(Proposer):
 
     @property
     def part_facts(self) -> dict[str, Any]:
-        """What a record should keep of each part."""
+        """Facts of each part, by its name."""
         return {name: {"name": part.name, "drawn": part.drawn, **part.facts} for name, part in self.parts.items()}
 
     @property
@@ -158,7 +158,7 @@ class Hybrid(Proposer):
         return PartStates(made, record)
 
     def view(self, batch: Batch, part: int, sequences: Sequence[int] | None = None) -> Batch:
-        """What a part sees of a batch, or of some of its sequences: its forest has its own masks of a constraint."""
+        """Return a batch, or some of its sequences, as a part sees it: its forest has its own masks of a constraint."""
         numbers = range(len(batch.sequences)) if sequences is None else sequences
         viewed = [replace(batch.sequences[n], state=batch.sequences[n].state.each[part]) for n in numbers]
         masks = None if batch.draft_masks is None else batch.draft_masks.view(numbers)

@@ -98,7 +98,7 @@ class Lookahead(Proposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"window": self.window, "ngram": self.ngram, "guesses": self.guesses}
 
     @property

@@ -143,7 +143,7 @@ class Ngram(Proposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"max_ngram": self.max_ngram, "min_ngram": self.min_ngram, "match": self.match}
 
     def propose(self, batch: Batch) -> Draft:
@@ -212,7 +212,7 @@ class NgramTree(Proposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"depth": self.depth, "max_ngram": self.max_ngram, "min_ngram": self.min_ngram}
 
     def propose(self, batch: Batch) -> Draft:

@@ -153,7 +153,7 @@ class PldPlus(Proposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"layer": self.layer}
 
     def init(self, request: Request) -> ComputedText:

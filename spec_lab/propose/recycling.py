@@ -94,7 +94,7 @@ class Recycling(Proposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"tree": write(self.tree), "nodes": self.nodes, "scope": self.scope}
 
     def forget(self) -> None:

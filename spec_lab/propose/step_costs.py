@@ -1,4 +1,4 @@
-"""What a decoding step costs for each size of the draft tree, timed on a machine that others may use as well."""
+"""Costs of a decoding step for each size of the draft tree, timed on a machine that others may use as well."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIN_RATE = 0.5
 """Share of the best rate. Sizes above the largest one that reaches it are not timed; a slow size below it is."""
 
 QUANTILE = 0.1
-"""Of the timed steps of a size, which one counts as its cost."""
+"""Quantile of the timed steps of a size that counts as its cost."""
 
 STEADY = 0.25
 """Largest relative spread of a measurement that is trusted; the line over all sizes spreads less than single sizes."""

@@ -111,7 +111,7 @@ class Gain:
 
 
 def described(rule: StopRule | None) -> dict[str, Any]:
-    """What a record should keep of a rule; ``rule_of`` reads it."""
+    """Return a rule's options for records; ``rule_of`` reads them."""
     if rule is None:
         return {}
     return {"rule": rule.name, **(asdict(rule) if is_dataclass(rule) and not isinstance(rule, type) else {})}

@@ -73,7 +73,7 @@ class SharedResponses:
 
 @dataclass(eq=False)
 class SuffixState:
-    """Of one sequence.
+    """State of one sequence.
 
     Args:
         own: the index of its text; None where it is not used.
@@ -194,13 +194,13 @@ class Suffix(Proposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         facts = {**asdict(self.rules), "max_match": self.max_match, "own": self.own}
         return {**facts, "store": self.store.facts} if isinstance(self.store, TokenStore) else facts
 
     @property
     def shared_store(self) -> str:
-        """What requests share."""
+        """See ``Proposer``."""
         return f"the last {self.shared.max_tokens} tokens of the responses of finished requests" if self.shared else ""
 
     def forget(self) -> None:

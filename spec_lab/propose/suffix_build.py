@@ -43,7 +43,7 @@ TEXTS, CHARACTERS = 256, 2**20
 
 
 class BuiltStore(NamedTuple):
-    """What was written."""
+    """Numbers of documents and tokens of a store that was written, and its size."""
 
     documents: int
     tokens: int

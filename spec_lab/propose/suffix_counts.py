@@ -33,7 +33,7 @@ NO_DRAFT = SuffixDraft(0.0)
 
 
 class Found(NamedTuple):
-    """What a search found: the draft, and the length of the longest match."""
+    """Result of a search: the draft, and the length of the longest match."""
 
     draft: SuffixDraft
     longest: int

@@ -1,4 +1,4 @@
-"""What the sources of the suffix proposers share: the order in which the occurrences of the last tokens are found.
+"""Common parts of the suffix proposers' sources: the order in which the occurrences of the last tokens are found.
 
 A source sorts the positions of its text by their reversed preceding tokens. The last tokens of another text have a
 place in this order, and the positions beside it have the longest matches, which become shorter in both directions.

@@ -51,7 +51,7 @@ FACTS: dict[str, Any] = {
     "format": {1}, "vocabulary": int, "tokenizer": str, "context": {CONTEXT}, "tokens": int, "documents": int,
     "positions": int, "sha256": dict.fromkeys(HASHED, str),
 }  # fmt: skip
-"""What ``store.json`` holds; ``tokenizer`` is the hash of its vocabulary, ``sha256`` those of the files."""
+"""Fields of ``store.json``; ``tokenizer`` is the hash of its vocabulary, ``sha256`` those of the files."""
 
 
 @dataclass(eq=False)

@@ -213,7 +213,7 @@ class TreePlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """Options of the tree, as ``Part.facts`` of its proposer."""
         facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
         if self.budget is not None:
             budget = self.budget

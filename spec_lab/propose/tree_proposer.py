@@ -18,7 +18,7 @@ from spec_lab.propose.tree_plan import Grown, TreePlan
 
 
 class Forwards(NamedTuple):
-    """What a drafter computes in one step.
+    """Forwards of a drafter in one step.
 
     Args:
         roots: logits at the roots of the trees that are drafted, in order.

@@ -118,7 +118,7 @@ class Union(Hybrid):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return {"nodes": self.max_nodes, "exclude": self.exclude, "parts": self.part_facts}
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Union:

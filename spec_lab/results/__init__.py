@@ -1,1 +1,1 @@
-"""What a run leaves behind: tables, manifest, sweep folders."""
+"""Results of a run: tables, manifest, sweep folders."""

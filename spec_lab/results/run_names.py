@@ -1,4 +1,4 @@
-"""What identifies a run of a sweep: its overrides, and the name of its folder."""
+"""Identity of a run of a sweep: its overrides, and the name of its folder."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ``task=`` can be, and what a task is given."""
+"""Values of ``task=``, and the arguments of tasks."""

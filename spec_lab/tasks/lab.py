@@ -1,4 +1,4 @@
-"""What a run is made of: its scalars, its parts, and its arms.
+"""Composition of a run: its scalars, its parts, and its arms.
 
 An arm is one way to decode. The baseline is the null proposer in the same loop.
 """
@@ -63,7 +63,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What an arm made of a group: every forward (none for arms that are not the project's loop), every outcome."""
+    """Outcome of a group for one arm: every forward (none for arms that are not the project's loop), every outcome."""
 
     steps: list[StepInfo]
     outcomes: list[Outcome]
@@ -99,7 +99,7 @@ class Loop(Arm):
 
 @dataclass(frozen=True)
 class Lab:
-    """What a run is made of.
+    """Composed parts of a run.
 
     Args:
         target: the model.
@@ -304,7 +304,7 @@ class Lab:
         return settled
 
     def facts(self) -> dict[str, Any]:
-        """What the proposers report, such as the tree they chose, by the name of their arm."""
+        """Facts that the proposers report, such as the tree they chose, by the name of their arm."""
         first = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
         proposers = {**first, **self.more_proposers}
         return {
@@ -313,7 +313,7 @@ class Lab:
         }
 
     def chat_facts(self) -> dict[str, Any] | None:
-        """What the manifest records of conversations; None where no prompt is one."""
+        """Facts of conversations for the manifest; None where no prompt is one."""
         chats = [prompt for prompt in self.prompts if prompt.template is not None or prompt.messages or prompt.later]
         if not chats:
             return None

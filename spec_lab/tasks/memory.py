@@ -52,7 +52,7 @@ def check_memory(lab: Lab, settings: Settings, prompts: Sequence[int], room: int
 
 
 def _decoding(lab: Lab, settings: Settings, prompts: Sequence[int]) -> Decoding:
-    """What the arms decode, each of which may need the most of something."""
+    """Return the largest of each need of memory among the arms."""
     forces = lab.applied is not None and lab.applied.on_draft and bool(lab.applied.fast_forward)
     every: list[Proposer] = [lab.proposer, *lab.more_proposers.values()]
     arms = sum(not isinstance(proposer, Null) for proposer in every) + settings.baseline

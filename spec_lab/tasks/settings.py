@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def recording(self) -> Recording:
-        """What each step records."""
+        """Records of each step."""
         top = self.record_top if self.record == "replay" else 0
         return Recording(self.records_drafts, top, float(self.record_share))
 

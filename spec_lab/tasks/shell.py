@@ -1,4 +1,4 @@
-"""What all tasks share: claim the output directory, track the run, handle Ctrl-C and errors, write the summary."""
+"""Run any task: claim the output directory, track the run, handle Ctrl-C and errors, write the summary."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ChainLoss = Literal["kl", "reverse_kl", "tv", "nla", "hybrid_lk", "ce", "tau"]
 Weights = Literal["decay", "dpace"]
 """How the losses of draft positions are weighted: see ``chain_loss``."""
 TV = "1 - alpha"
-"""What the loss "tv" is. It was the name of -log alpha, which now is "nla"."""
+"""Definition of the loss "tv". It was the name of -log alpha, which now is "nla"."""
 CHUNK = 2**24
 """Maximum number of logits that are computed at a time; their rows are computed again for the gradients."""
 

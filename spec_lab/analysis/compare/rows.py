@@ -18,7 +18,7 @@ from spec_lab.results.manifest import without_groups
 
 
 class ArmParts(NamedTuple):
-    """What an arm consists of, in words; empty where it is not recorded."""
+    """Parts of an arm, in words; empty where it is not recorded."""
 
     proposer: str
     verifier: str

@@ -66,7 +66,7 @@ DARK_PAGE = "#1c1f24"
 DASHES = ("-", "--", ":", "-.")
 
 HUES, LUMINANCES = 24, (0.09, 0.16, 0.26)
-"""Of the colours of arms without a fixed one: number of hues, and relative luminances (WCAG 2)."""
+"""Number of hues and relative luminances of the colours of arms without a fixed one (WCAG 2)."""
 
 
 def colour(arm: str) -> str:

@@ -105,7 +105,7 @@ class TimingVerdict:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a run computes with.
+    """Hardware and software of a run.
 
     Args:
         threads: of the CPU that a forward uses; on a GPU, the one that starts its kernels.

@@ -26,7 +26,7 @@ known."""
 
 @dataclass(frozen=True)
 class RecordedDesign:
-    """What one arm drafted and accepted, counted within each request.
+    """Nodes that one arm drafted and accepted, counted within each request.
 
     Args:
         name: unique among the designs.
@@ -81,7 +81,7 @@ class RecordedDesign:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What steps draft and accept, for R draws.
+    """Drafted and accepted tokens of steps, for R draws.
 
     Args:
         drafts: ``[J, K]`` draft nodes in level k of every kind of draft.

@@ -161,7 +161,7 @@ def work(matrices: int, head: int, attention: tuple[int, int], precision: Precis
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a runtime attains of the hardware, and what it adds.
+    """Share of the hardware's limits that a runtime attains, and the time that it adds.
 
     Args:
         name: on the command line.

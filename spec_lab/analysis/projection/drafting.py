@@ -1,4 +1,4 @@
-"""What drafting costs, by the kind of proposer."""
+"""Costs of drafting, by the kind of proposer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Prefill:
-    """What each request computes before and during decoding, if speed-ups include the prefill.
+    """Prompt and output tokens that each request computes, if speed-ups include the prefill.
 
     Args:
         prompt: tokens of the prompt.

@@ -1,4 +1,4 @@
-"""What a click on a step of an output shows: one JSON block, of bounded size, that the page's script reads.
+"""Data shown at a click on a step of an output: one JSON block, of bounded size, that the page's script reads.
 
 Every text in it has passed ``visible``.
 """

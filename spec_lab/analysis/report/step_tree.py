@@ -15,7 +15,7 @@ SAME = 1e-3
 """Probabilities that differ by a smaller share are called equal: columns are float32."""
 
 KINDS = {"bonus": "bonus token", "recovered": "recovered token"}
-"""What the token after an accepted path is called, by its origin."""
+"""Names of the token after an accepted path, by its origin."""
 
 WHOLE = ("draft_tokens", "draft_parents", "emitted_tokens")
 """Columns of whole numbers that are needed for a tree."""
@@ -41,7 +41,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class StepTree:
-    """What ``schema.DRAFT_COLUMNS`` hold of one step, checked; nodes are numbered in the draft's order, -1 is the root.
+    """Values of ``schema.DRAFT_COLUMNS`` for one step, checked; nodes are numbered in draft order, -1 is the root.
 
     Args:
         tokens, parents, p, q, accept: of each node; a probability that the row lacks is None.

@@ -31,7 +31,7 @@ SPECIAL = re.compile(r"<[|｜][^<>|｜]*[|｜]>|</?\w+>|\[/?[A-Z_]+\]")
 """Special tokens as chat templates write them: ``<|im_start|>``, ``<s>``, ``<start_of_turn>``, ``[INST]``."""
 
 WORD = re.compile(r"\s+|(?=<[|｜])")
-"""What ends before a word or a special token."""
+"""Matches end before a word or a special token."""
 
 MARKS = {"accepted": "a", "forced": "f"}
 """The CSS class of each kind of span that is shaded."""
@@ -39,7 +39,7 @@ MARKS = {"accepted": "a", "forced": "f"}
 
 @dataclass(frozen=True)
 class TokenView:
-    """What ``tokens.html.j2`` shows.
+    """Values that ``tokens.html.j2`` renders.
 
     Args:
         prompts: with the outputs of every arm.

@@ -8,14 +8,14 @@ from typing import Any
 from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, cell
 
 PARTS = ("verifier", "open", "tree", "draft")
-"""Of what is lost."""
+"""Parts of the loss."""
 
 BOUNDS = {
     "?needs": str, "?kind": str, "?depth": REAL, "?optimum": INTERVAL,
     "?verifiers": {str: {"used": bool, "lossless": bool, "tau": INTERVAL, "share": INTERVAL, "share_first": INTERVAL,
                          "lost": {str: INTERVAL}}},
 }  # fmt: skip
-"""What is read of an arm's ``bounds`` in ``summary.json``."""
+"""Fields that are read of an arm's ``bounds`` in ``summary.json``."""
 
 NOTE = (
     "Share of the optimum: of optimal transport where only the first level is drafted; of the most that any lossless "

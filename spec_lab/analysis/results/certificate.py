@@ -27,7 +27,7 @@ SUMMARY = {
         "rows": int, "different": int, "texts": int, "?steps": int, "?longest": int, "refused_prompts": int,
         "refusal": (str, None), "failed": (str, None), "first": (None, {"text": str, "request": str})})}),
 }  # fmt: skip
-"""What is read of ``certificate.json``."""
+"""Fields that are read of ``certificate.json``."""
 
 JOINT_DISTRIBUTION = "joint distribution of four tokens"
 """The name of the test of sampled texts; all others are of the real target."""

@@ -22,7 +22,7 @@ SUMMARY = {
     "?verdict": str, "?verdict_reasons": [str],
     "?baseline": [{**PLACE, "roofline_share": {"mean": REAL}, "memory_bound_steps": REAL}],
 }  # fmt: skip
-"""What is read of ``summary.json``."""
+"""Fields that are read of ``summary.json``."""
 
 Row = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ SUMMARY = {
     "prompts": [{"prompt": str, "method": str, "?sampler": str, "?error": str, "?local_invalid": REAL,
                  "?outputs": int, "?global_samples": int, "?attempts": int}],
 }  # fmt: skip
-"""What is read of ``summary.json``; ``z``, ``tv`` and ``kl`` of a prompt are numbers or intervals."""
+"""Fields that are read of ``summary.json``; ``z``, ``tv`` and ``kl`` of a prompt are numbers or intervals."""
 
 DISTANCE = (
     "Masked token by token (local) against the model given a valid output (global). Z: probability of a valid output "

@@ -25,7 +25,7 @@ SUMMARY = {
     "expected": (None, {"value": float, "by": {"sampling", "reading", "prompts", "nothing"}, "changed": {},
                         "whole": bool}),
 }  # fmt: skip
-"""What is read of ``summary.json``."""
+"""Fields that are read of ``summary.json``."""
 
 READINGS = (
     "Expected tau: tokens of a step on the target's own answers, verified losslessly; gain: the difference to the "

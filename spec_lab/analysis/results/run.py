@@ -40,7 +40,7 @@ SUMMARY = {
     "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL}, "?repeated_groups": {str: int},
     "?answers": {"cut": int, "answers": int, "continued": int, "limit": int},
 }  # fmt: skip
-"""What is read of ``summary.json``; figures are computed from the rows."""
+"""Fields that are read of ``summary.json``; figures are computed from the rows."""
 
 BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
 FIGURES = (

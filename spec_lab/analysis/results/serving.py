@@ -29,7 +29,7 @@ SUMMARY = {
     "arrivals": str, "temperature": float, "segments": int, "broken_segments": int, "arms": {str: ARM},
     "max_batch_size": int, "?errors": [str], "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL},
 }  # fmt: skip
-"""What is read of ``summary.json``."""
+"""Fields that are read of ``summary.json``."""
 
 COLUMNS = {
     "arm": str, "segment": "int64", "arrival": float, "admitted": float, "first_token": float, "end": float,

@@ -17,7 +17,7 @@ SUMMARY = {
     "drafter": str, "sha256": str, "texts": int, "steps": int, "parameters": int, "temperature": float,
     "accepted": [float], "agreed": [float], "estimated_length": float, "measured_length": float,
 }  # fmt: skip
-"""What is read of ``summary.json``."""
+"""Fields that are read of ``summary.json``."""
 
 LINE = {
     "step": int, "texts": int, "seconds": float, "loss": [float], "accepted": [float], "agreed": [float],

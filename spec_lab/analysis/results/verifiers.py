@@ -23,7 +23,7 @@ SUMMARY = {
                         "?target_forward_us": REAL, "?probabilities_us": REAL,
                         "?compared_with": (str, None), "verifiers": {str: VERIFIER}}},
 }  # fmt: skip
-"""What is read of ``summary.json``."""
+"""Fields that are read of ``summary.json``."""
 
 ACCEPTED = (
     "Every verifier verifies the same drafts along texts of the target. Expected accepted: tokens per "

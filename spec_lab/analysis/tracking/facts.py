@@ -1,4 +1,4 @@
-"""What Weights & Biases shows of a run besides its figures: config, tags, group, job type and id, without wandb."""
+"""Facts of a run for Weights & Biases besides its figures: config, tags, group, job type and id, without wandb."""
 
 from __future__ import annotations
 

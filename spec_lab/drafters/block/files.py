@@ -202,7 +202,7 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
 
 
 def _one_of(files: DrafterFiles, stated: Mapping[str, Any], fields: Mapping[str, bool]) -> bool | None:
-    """What any of several flags states: whether it has the value in ``fields``; None where none is stated.
+    """Return what any of several flags states: whether it has the value in ``fields``; None where none is stated.
 
     Raises:
         ValueError: flags that contradict each other.

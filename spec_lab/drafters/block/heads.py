@@ -45,7 +45,7 @@ class HeadSettings:
 
 
 class Above(NamedTuple):
-    """What a head reads of the path above the children of each row.
+    """Inputs of a head: the path above the children of each row.
 
     Args:
         token: ``[n]`` of the row, one level above its children.

@@ -85,7 +85,7 @@ class BlockSettings:
 
 
 class BlockRows(NamedTuple):
-    """What the layers computed for the levels of A blocks of L levels each, block by block.
+    """Outputs of the layers for the levels of A blocks of L levels each, block by block.
 
     Args:
         hidden: ``[A * L, H]`` normed outputs of the rows that draft.
@@ -146,7 +146,7 @@ class BlockNetwork(DrafterNetwork):
 
     @property
     def kinds(self) -> dict[int, AttentionKind]:
-        """Of attention, by layer; left out are layers in which blocks attend to all before them and to themselves."""
+        """Kinds of attention, by layer, without layers in which blocks attend to all before them and to themselves."""
         causal = self.settings.causal or (False,) * self.layers
         kinds = [AttentionKind(window, causal=flag) for window, flag in zip(self.body.windows, causal, strict=True)]
         return {layer: kind for layer, kind in enumerate(kinds) if kind != FULL}

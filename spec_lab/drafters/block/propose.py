@@ -111,7 +111,7 @@ class BlockDrafter(FeatureReader):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         settings = self.network.settings
         facts = {"hidden_states": list(settings.taps), "block_size": settings.block_size}
         facts["head"] = None if settings.head is None else settings.head.kind

@@ -21,14 +21,14 @@ class Loaded(NamedTuple):
     """A draft model that was loaded, and what computes it, which is checked when it is made."""
 
     runner: Callable[[Tensor | None], DraftRunner]
-    """Of the rows ``[W]`` of its LM head that are left; of None: all."""
+    """Returns a runner with the rows ``[W]`` of its LM head that are left; with all rows for None."""
     tokenizer: Any
     vocabulary: int
     ends: frozenset[int]
     context: int
     sha256: str
     config: Any = None
-    """Of transformers; None of a GGUF file."""
+    """Config of transformers; None for a GGUF file."""
     chains: bool = False
     """Whether it has recurrent layers, with which only chains can be drafted."""
 

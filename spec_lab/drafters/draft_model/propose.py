@@ -131,7 +131,7 @@ class DraftModel(CachedDrafter):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return self.plan.facts | self.vocabularies.facts
 
     @property

@@ -131,7 +131,7 @@ class ByteEncoder:
 
 
 class Retokenized:
-    """What a draft model reads: the text of the target's tokens, as the draft model's own tokenizer splits it.
+    """Tokens that a draft model reads: the text of the target's tokens, as the draft model's own tokenizer splits it.
 
     1. It begins with the tokens that the draft model's tokenizer puts before a text; the target's own beginning, and
        the space that its tokenizer puts before a text, are left out.

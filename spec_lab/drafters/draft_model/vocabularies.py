@@ -52,11 +52,11 @@ class SameTokens:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """Facts of the translation, for ``Part.facts`` of the proposer; none here."""
         return {}
 
     def read(self, tokens: list[int]) -> list[int]:
-        """What the draft model reads for a sequence of the target's tokens. Empty: it cannot draft there."""
+        """Return the draft model's tokens for a sequence of the target's. Empty: it cannot draft there."""
         return tokens
 
     def nodes(self, token: np.ndarray) -> np.ndarray:

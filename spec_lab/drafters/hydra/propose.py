@@ -114,7 +114,7 @@ class Hydra(TreeProposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         settings = self.network.settings
         return (
             self.plan.facts
@@ -182,7 +182,7 @@ class Hydra(TreeProposer):
 
 
 class HeadInput(NamedTuple):
-    """What a head reads at one row of a forest: a state, and the tokens after it.
+    """Inputs of a head at one row of a forest: a state, and the tokens after it.
 
     Args:
         state: the state's number.

@@ -59,7 +59,7 @@ class KangarooDrafter(FeatureReader, FirstLayers):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         return super().facts | {"adapter_layers": self.network.layers}
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> KangarooDrafter:

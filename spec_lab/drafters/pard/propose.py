@@ -119,7 +119,7 @@ class Pard(CachedDrafter):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         drafted = {} if self.trimmed is None else self.trimmed.facts
         return self.plan.facts | drafted | {"mask_token": self.mask_token}
 

@@ -43,7 +43,7 @@ class PEagle(Eagle3):
 
     @property
     def kinds(self) -> dict[int, AttentionKind]:
-        """Of attention, by layer: rows attend to rows before them."""
+        """Kinds of attention, by layer: rows attend to rows before them."""
         return {layer: AttentionKind(window, causal=True) for layer, window in enumerate(self.body.windows)}
 
     def masks(self, count: int) -> Tensor:

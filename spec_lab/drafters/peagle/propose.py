@@ -105,7 +105,7 @@ class PEagleDrafter(FeatureReader):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
         return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
 

@@ -163,7 +163,7 @@ class Skip(TreeProposer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Part``."""
         if not isinstance(self.skipped, SkipSearch):
             return self.plan.facts | {"skipped": write_sublayers(self.skipped)}
         search = self.skipped

@@ -56,7 +56,7 @@ class Try:
 
 @dataclass(frozen=True)
 class SkipSearch:
-    """What is searched, and for how long.
+    """Options of the search: its space, and how long it runs.
 
     Args:
         sublayers: those that may be skipped, in order.

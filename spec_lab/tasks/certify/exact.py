@@ -90,7 +90,7 @@ class Finding:
 
     @property
     def wrong(self) -> str | None:
-        """What is not exact, in words; None where nothing is. The module states the tolerances."""
+        """Description of what is not exact; None where everything is. The module states the tolerances."""
         if self.failure is not None:
             return self.failure
         if not abs(self.mass - 1) <= EXACT:
@@ -278,7 +278,7 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
 
 @dataclass
 class Counts:
-    """What ``decoded`` counts: means of accepted tokens that were not forced, as found and as the verdicts expect them;
+    """Counts of ``decoded``: means of accepted tokens that were not forced, as found and as the verdicts expect them;
     outcomes; drafted nodes.
     """
 

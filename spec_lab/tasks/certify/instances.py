@@ -1,4 +1,4 @@
-"""What is enumerated: toy models, draft trees, lengths and constraints, small enough that every outcome is visited."""
+"""Enumerated instances: toy models, draft trees, lengths and constraints, small enough to visit every outcome."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ LOOPS = (
 """The decode loop without a constraint."""
 
 QUICK = (*(Instance(TOYS[0], tree) for tree in ("1x1", "2", "2x1", "1x1x1")), *LOOPS[:2])
-"""What every run enumerates of its own pair, in a fraction of a second."""
+"""Instances that every run enumerates of its own pair, in a fraction of a second."""
 
 PIECES = (b"a", b"b", b"ab", b"c", b"")
 """The tokens of constrained toys as text; the last one ends it."""

@@ -134,7 +134,7 @@ class Pair:
 
     @property
     def failed(self) -> str | None:
-        """What contradicts the verifier's declaration; None for nothing."""
+        """Contradiction to the verifier's declaration; None for no contradiction."""
         if self.verifier.lossless:
             if self.proof.failure is not None:
                 return f"{self.proof.failure.wrong} ({self.proof.failure.instance})"

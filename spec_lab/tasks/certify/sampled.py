@@ -115,7 +115,7 @@ def joint(
 
 
 class _Known(NamedTuple):
-    """What was fixed before a step's first token was drawn: its position in the output, and q there or the drafted
+    """Values fixed before a step's first token was drawn: its position in the output, and q there or the drafted
     tokens.
     """
 

@@ -247,7 +247,7 @@ class AlongText:
             self._note([texts[tree] for tree in trees], position, depth, logits)
 
     def _observation(self, text: _DraftedText, position: int) -> Observation:
-        """What a step of decoding would have computed: the prompt, and then the token before the pending one."""
+        """Return the observation of a decoding step: the prompt, and then the token before the pending one."""
         end, requires = text.first + position, self.proposer.requires
         start, logits = end - 1 if position else 0, text.logits[position : position + 1]
         rows = [text.answer.tokens[end - 1]] if requires.logits or requires.top_k else []

@@ -19,7 +19,7 @@ MAX_LOGITS = 2**23
 
 
 class Row(NamedTuple):
-    """What may follow a text.
+    """Tokens that may follow a text.
 
     Args:
         tokens: ``[n]`` allowed, in ascending order.
@@ -61,7 +61,7 @@ def _rows(
 
 @dataclass(frozen=True)
 class Seen:
-    """What is kept of the row after a text.
+    """Probabilities kept of the row after a text.
 
     Args:
         rest: the probability, without the constraint, of the other allowed tokens that may follow.

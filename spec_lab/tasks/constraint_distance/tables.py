@@ -53,7 +53,7 @@ GUARANTEES = {
     "number depends on them, and estimates can be biased); distances are estimates with 95 % bootstrap intervals",
     "expected_futures": "global outputs are exact only in the limit of many samples; distances are approximations",
 }
-"""What is exact and what is not, by method or sampler."""
+"""Statements of what is exact and what is not, by method or sampler."""
 
 
 def parts(out: Path) -> TableParts:

@@ -1,4 +1,4 @@
-"""What drafted nodes cost on this machine, and the speed-up that follows from it.
+"""Costs of drafted nodes on this machine, and the speed-up that follows from it.
 
 The seconds t(n; batch, context) of a step with n draft nodes for each sequence are measured with the engine's own step
 function, and so are the seconds that each proposer adds. Together with the tokens per step they predict a speed-up.

@@ -98,7 +98,7 @@ def pairs(
 
 @dataclass(frozen=True, eq=False)
 class Drafted:
-    """What one proposer drafted at one position.
+    """Draft of one proposer at one position.
 
     Args:
         position: tokens of the recorded prefix, prompt included.
