@@ -128,7 +128,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
 
 
 def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
-    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``.
+    """Build what the config names, and run it. Returns the exit code; arguments as in ``carry_out``.
 
     The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
     """

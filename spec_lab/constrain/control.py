@@ -112,7 +112,7 @@ class ControllerConstraint(Constraint):
         name: as in configs and records.
         supports_drafts: whether controllers can be forked; without forks nothing is drafted.
         facts: what the manifest records.
-        keep: as of ``Constraint``.
+        keep: as in ``Constraint``.
         reads_logprobs: whether ``keep`` reads log-probabilities.
     """
 

@@ -110,7 +110,7 @@ def text_bytes(target: Target) -> list[bytes]:
     """Return the bytes of every token of a target, for its text. No constraint engine is built for it.
 
     Raises:
-        ValueError: the target has no fast tokenizer, or as of ``token_bytes``.
+        ValueError: the target has no fast tokenizer, or as in ``token_bytes``.
     """
     return token_bytes(_fast(target, "text requires"), target.vocabulary, target.ends)
 
@@ -162,7 +162,7 @@ def _decoder(tokenizer: FastTokenizer) -> str:
 
 
 def _bytes(engine: LLTokenizer, size: int, special: Container[int], marked: Mapping[int, bytes]) -> list[bytes]:
-    """Return the bytes of tokens, as of ``token_bytes``; ``marked`` as of ``_marked``."""
+    """Return the bytes of tokens, as in ``token_bytes``; ``marked`` as in ``_marked``."""
     empty = [token in special or (engine.is_special_token(token) and token not in marked) for token in range(size)]
     return [b"" if empty[token] else marked.get(token) or engine.decode_bytes([token]) for token in range(size)]
 

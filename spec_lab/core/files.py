@@ -81,7 +81,7 @@ def refuse_filled(out: Path) -> Path:
     """Refuse a folder that ``filling`` cannot fill; return beside which path its temporary folder is made.
 
     Raises:
-        OSError: as of ``filling``.
+        OSError: as in ``filling``.
     """
     exists, absolute = out.is_dir(), out.absolute()
     inner = absolute / absolute.name if exists else absolute

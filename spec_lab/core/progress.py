@@ -46,9 +46,9 @@ class Progress(tqdm):
     much, the rate and the time left. The lines come also while a single unit of the work takes long.
 
     Args:
-        given: as of ``tqdm``.
+        given: as in ``tqdm``.
         disable: show neither.
-        more: as of ``tqdm``.
+        more: as in ``tqdm``.
     """
 
     def __init__(self, *given: Any, disable: bool = False, **more: Any) -> None:

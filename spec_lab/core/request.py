@@ -92,7 +92,7 @@ class Ended:
     """A finished sequence, for a constraint that keeps some sequences of a request and not others.
 
     Args:
-        lineage, finish: as of ``sequence.SequenceState``.
+        lineage, finish: as in ``sequence.SequenceState``.
         tokens: emitted.
         logprobs: of these tokens; empty where the request needs none.
     """

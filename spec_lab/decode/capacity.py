@@ -65,5 +65,5 @@ def max_rows(proposer: Proposer, forces: bool) -> int:
 
 
 def max_cells(proposer: Proposer, forces: bool) -> int:
-    """Return how many of the target's KV cells are in use below one root at most. Arguments as of ``max_rows``."""
+    """Return how many of the target's KV cells are in use below one root at most. Arguments as in ``max_rows``."""
     return max(proposer.target_cells, max_rows(proposer, forces))

@@ -377,7 +377,7 @@ def _id(waiting: Request | SequenceState) -> int:
 
 
 def fixed_group(arm: Arm, requests: Sequence[Request], listen: bool = False) -> Engine:
-    """An engine with requests that are decoded together from the first step on. Arguments as of ``Engine``.
+    """An engine with requests that are decoded together from the first step on. Arguments as in ``Engine``.
 
     Raises:
         ValueError: see ``Engine.add``.

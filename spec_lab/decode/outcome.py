@@ -81,7 +81,7 @@ class TargetDistribution(ABC):
         keys: ``[B]`` of the sequences' random choices.
 
     Attributes:
-        given: as of ``Verdict``.
+        given: as in ``Verdict``.
         forced: ``[R]`` whether one token only is allowed after each row; None without a constraint on the target.
     """
 

@@ -53,9 +53,9 @@ def constrained_probs(
     is then what is sampled without the constraint.
 
     Args:
-        logits, sampling, seen, scratch: as of ``logits_to_probs``.
+        logits, sampling, seen, scratch: as in ``logits_to_probs``.
         allowed: ``[R, V]`` bool, the masks; None without a constraint.
-        potential: ``[R]`` as of ``Masks``.
+        potential: ``[R]`` as in ``Masks``.
     """
     truncated = potential is not None and any(row_sampling.truncates for row_sampling in sampling)
     p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch=scratch)
@@ -96,7 +96,7 @@ def expected_counts(
         verdict: of the step.
         shape: of the forest.
         forced: ``[R]`` rows with a forced token; None without a constraint on the target.
-        no_token: ``[R]`` rows at which nothing is emitted, as of ``without_token_``.
+        no_token: ``[R]`` rows at which nothing is emitted, as in ``without_token_``.
     """
     if forced is None or no_token is None:
         accepted = verdict.expected_accepted(shape)
@@ -166,7 +166,7 @@ def at_temperature_1(
         logits: ``[R, V]``.
         rows: ``[n]`` of them.
         samplings: of every row, or one for all: repetition penalties apply.
-        seen, allowed: as of ``logits_to_probs``, ``[R, V]``.
+        seen, allowed: as in ``logits_to_probs``, ``[R, V]``.
     """
     (here,) = upload(logits.device, rows)
     chosen = samplings if len(samplings) == 1 else [samplings[row] for row in rows]

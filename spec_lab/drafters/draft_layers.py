@@ -136,7 +136,7 @@ class DraftLayers(nn.Module):
         Args:
             layer: its number.
             x: normed.
-            rotation: as of ``rotate``.
+            rotation: as in ``rotate``.
             cache: ``runners.attention.Pack``, or anything with its ``update``.
             mask: for attention that is not over cells.
         """
@@ -167,7 +167,7 @@ class DraftLayers(nn.Module):
     def whole(
         self, layer: int, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None
     ) -> Tensor:
-        """One layer called as its family defines it, ``[b, N, H] -> [b, N, H]``. Arguments as of ``attend``."""
+        """One layer called as its family defines it, ``[b, N, H] -> [b, N, H]``. Arguments as in ``attend``."""
         decoder_layer = self.layers[layer]
         latent = cache is not None and hasattr(type(decoder_layer.self_attn), "expand_kv")
         if latent:

@@ -117,7 +117,7 @@ class FirstLayers(TreeProposer):
 
 
 class EarlyExit(FirstLayers):
-    """Drafts with the first layers of the target, its final norm and its LM head. Arguments as of ``FirstLayers``."""
+    """Drafts with the first layers of the target, its final norm and its LM head. Arguments as in ``FirstLayers``."""
 
     own_logits = True
 

@@ -89,7 +89,7 @@ class Layout:
         return None
 
     def named(self, network: nn.Module, copies: int = 1) -> dict[str, Tensor]:
-        """The network's parameters by their published names. Arguments as of ``published``."""
+        """The network's parameters by their published names. Arguments as in ``published``."""
         return {
             published: parameter
             for name, parameter in network.named_parameters()

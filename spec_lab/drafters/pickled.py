@@ -103,7 +103,7 @@ def fetched_pickles(name: str, revision: str | None = None) -> Path:
 
 
 def _chosen(source: Path, names: Sequence[str]) -> list[str]:
-    """Return the names of the files of one drafter in a folder that holds ``names``. Errors as of ``pickled_files``."""
+    """Return the names of the files of one drafter in a folder that holds ``names``. Errors as in ``pickled_files``."""
     index = read_json(source / SHARDS)
     if index is not None:
         shards = index.get("weight_map")

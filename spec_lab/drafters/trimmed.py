@@ -71,7 +71,7 @@ def chosen_tokens(tokens: str | int, target: Target) -> Tensor:  # [W], ascendin
 
 
 def _by_frequency(file: Path, target: Target) -> np.ndarray:  # [n]
-    """The tokens of a file, the most frequent first. Errors as of ``chosen_tokens``."""
+    """The tokens of a file, the most frequent first. Errors as in ``chosen_tokens``."""
     v = target.vocabulary
     if (file / STORE).exists():
         store = TokenStore.open(str(file), target)
@@ -118,7 +118,7 @@ def trimmed(network: N, tokens: str | int | None, target: Target) -> N:
     """Return a network that drafts the tokens of the option only; None: as it is. The network itself is changed.
 
     Raises:
-        ValueError: as of ``chosen_tokens``; the network drafts none of them.
+        ValueError: as in ``chosen_tokens``; the network drafts none of them.
         OSError: the file cannot be read.
     """
     if tokens is not None:

@@ -43,7 +43,7 @@ class ModelSizes(NamedTuple):
 
 
 def model_sizes(path: str, folder: Path) -> ModelSizes:
-    """Return the sizes of a checkpoint's model. Arguments and errors as of ``read_model_config``."""
+    """Return the sizes of a checkpoint's model. Arguments and errors as in ``read_model_config``."""
     config, names = read_model_config(path, folder).loaded, ("hidden_size", "vocab_size", "num_hidden_layers")
     return ModelSizes(path, *(getattr(config, name, None) for name in names))
 

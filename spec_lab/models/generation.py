@@ -36,7 +36,7 @@ class CheckpointSampling:
         repetition_penalty: 1: none; None: the checkpoint's.
 
     Raises:
-        ValueError: as of ``Sampling``.
+        ValueError: as in ``Sampling``.
     """
 
     temperature: Temperature | None = None

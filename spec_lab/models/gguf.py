@@ -184,7 +184,7 @@ def load_draft(path: str, target: Target) -> Target:
     """Load the GGUF file of a draft model, to be computed as the target is.
 
     Raises:
-        OSError, ValueError: as of ``load``.
+        OSError, ValueError: as in ``load``.
         Unsupported: the draft model has recurrent layers.
     """
     settings, gpu_layers = LlamaSettings(torch.get_num_threads()), 0

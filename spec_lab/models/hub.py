@@ -235,7 +235,7 @@ def open_drafter(
 
 
 def drafter_folder(path: str, revision: str | None = None) -> str:
-    """Return the folder of a drafter's files; those of a hub name are downloaded. Arguments as of ``open_drafter``.
+    """Return the folder of a drafter's files; those of a hub name are downloaded. Arguments as in ``open_drafter``.
 
     Raises:
         OSError, WrongOption: as for ``CheckpointFiles.open`` and ``CheckpointFiles.fetch_weights``.

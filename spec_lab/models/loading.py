@@ -137,7 +137,7 @@ class CheckedCheckpoint(NamedTuple):
         """Return those of the checkpoint's tensors that belong to ``model``, under its names.
 
         Raises:
-            ValueError: as of ``text_part.text_tensors``.
+            ValueError: as in ``text_part.text_tensors``.
         """
         return text_tensors(tensors) if self.config.multimodal else tensors
 
@@ -169,7 +169,7 @@ def _quantization(
     """Return how the model of a checkpoint is quantized.
 
     Raises:
-        ValueError, Unsupported: as of ``quantization.carried``; a quantized checkpoint that is to be quantized, or is
+        ValueError, Unsupported: as in ``quantization.carried``; a quantized checkpoint that is to be quantized, or is
             split over ranks.
     """
     config = checkpoint.read_quantization(folder)

@@ -88,7 +88,7 @@ def check_weights_fit(
         path: as given.
         model: as its config describes it, without weights.
         dtype: of ``DTYPES``.
-        device, stays: as of ``weight_bytes``.
+        device, stays: as in ``weight_bytes``.
         room: available bytes there; None where they are not known.
 
     Raises:

@@ -358,7 +358,7 @@ def check_quantized_fit(
 
     Args:
         path: as given.
-        model, how, dtype, files: as of ``quantized_bytes``.
+        model, how, dtype, files: as in ``quantized_bytes``.
         device: where the weights will be.
         room: available bytes there; None where they are not known.
 

@@ -79,7 +79,7 @@ def _check(
     """``self_check`` without its messages; errors of the model's code are not caught.
 
     Raises:
-        Mismatch: as of ``PlainForwards.check``.
+        Mismatch: as in ``PlainForwards.check``.
     """
     parallel = (getattr(model, "tp_size", None) or 1) > 1
     if layer_kinds(model.config) and not parallel:

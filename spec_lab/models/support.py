@@ -129,7 +129,7 @@ def refuse_pairs(options: Mapping[str, bool]) -> None:
 
 
 def refuse_options(model: Any, options: Mapping[str, bool]) -> None:
-    """Refuse options of a target that this model does not support. Arguments as of ``refuse_pairs``.
+    """Refuse options of a target that this model does not support. Arguments as in ``refuse_pairs``.
 
     Raises:
         Unsupported: names the option.

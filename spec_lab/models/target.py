@@ -103,7 +103,7 @@ class Target:
         """The target's embedding, final norm and LM head, for proposers that call them.
 
         Raises:
-            Unsupported: as of ``model``, without ``parts``.
+            Unsupported: as in ``model``, without ``parts``.
         """
         return ModelServices(self.model) if self.parts is None else self.parts
 

@@ -43,7 +43,7 @@ def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Se
     Args:
         proposer: drafts.
         policy: the policy's name.
-        stop, parts: as of ``Policy``.
+        stop, parts: as in ``Policy``.
 
     Raises:
         ValueError: the policy stops drafts early, and the proposer cannot, or does so by itself already; the policy

@@ -30,7 +30,7 @@ class Trie:
         """Merge a tree, as long as the trie has fewer than ``max_nodes`` nodes.
 
         Args:
-            parent, token: ``[m]`` of the tree, as of this class.
+            parent, token: ``[m]`` of the tree, as in this class.
             max_nodes: of the trie.
 
         Returns:
@@ -52,7 +52,7 @@ def merged(texts: Iterable[Sequence[int]], nodes: int) -> tuple[list[int], list[
     """Merge texts, in their order, into a trie of at most ``nodes`` nodes. The first that does not fit is the last.
 
     Returns:
-        Each node's parent row and its token, as of ``Trie``.
+        Each node's parent row and its token, as in ``Trie``.
     """
     trie = Trie()
     for text in texts:

@@ -196,7 +196,7 @@ class Grower(ABC):
         """Draw tokens on the device, and read all that the host needs by one copy; sampled, append q.
 
         Returns:
-            As of ``likeliest_on_host``; ``probability`` ``[n, width]`` of each token, where somebody reads it.
+            As in ``likeliest_on_host``; ``probability`` ``[n, width]`` of each token, where somebody reads it.
         """
         width, ask = len(ranks), {}
         scores, without = finite(logits.to(probs_dtype(logits.dtype)))

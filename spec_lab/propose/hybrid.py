@@ -283,7 +283,7 @@ def note(batch: Batch, draft: Draft, parts: Sequence[int], owners: Sequence[Sequ
         batch: the sequences, whose states are ``PartStates``.
         draft: the forest that is returned.
         parts: for each draft that was joined the part that drafted it.
-        owners, numbers: as of ``join``.
+        owners, numbers: as in ``join``.
     """
     for sequence, size in zip(batch.sequences, draft.computed_shape.sizes.tolist(), strict=True):
         sequence.state.nodes, sequence.state.rows = {}, size

@@ -96,10 +96,10 @@ def build_tokens(documents: Iterable[Sequence[int]], vocabulary: int, tokenizer:
         documents: with tokens below ``vocabulary``.
         vocabulary: number of tokens; the separator's id.
         tokenizer: ``vocabulary_hash`` of the tokenizer.
-        out: as of ``build``.
+        out: as in ``build``.
 
     Raises:
-        OSError, ValueError: as of ``build``.
+        OSError, ValueError: as in ``build``.
     """
     with filling(out) as part:
         with open(part / TOKENS, "wb") as stream:

@@ -281,7 +281,7 @@ class TreePlan:
         """Return the forest of a batch where it can be drafted without a look at a token; else None.
 
         Args:
-            batch, depths: as of ``draft``.
+            batch, depths: as in ``draft``.
         """
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
         if self.budget is not None or self.stop(batch) is not None:

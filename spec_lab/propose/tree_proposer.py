@@ -70,7 +70,7 @@ class TreeProposer(Proposer):
 
         Args:
             sequence: with its state.
-            room: as of ``Batch.room``.
+            room: as in ``Batch.room``.
         """
         return room
 
@@ -87,7 +87,7 @@ class TreeProposer(Proposer):
         """Draft a forest of known shape without a copy to the host; None where the drafter looks at tokens.
 
         Args:
-            batch, depths: as of ``begin``.
+            batch, depths: as in ``begin``.
             levels: the forest.
         """
         return None

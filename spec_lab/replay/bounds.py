@@ -259,7 +259,7 @@ def tree_gain(trees: RecordedTrees, draft: Draft, p: torch.Tensor, weight: np.nd
         trees: the recorded trees; acceptance is averaged over steps after the prefill.
         draft: the same as a draft.
         p: ``[R, V]``.
-        weight: ``[R]``, as of ``optimum.levels``.
+        weight: ``[R]``, as in ``optimum.levels``.
     """
     shape = trees.shape
     rows = np.where(trees.decode[shape.root], weight, 0.0)

@@ -159,7 +159,7 @@ class Options:
     Args:
         verifiers: as ``verifier_of`` reads them; all that fit if empty.
         shapes: as ``Shares.parse`` reads them; all ``limits`` if empty.
-        temperatures, top_ks, confidences, drawn: as of ``Design``; what was recorded if empty.
+        temperatures, top_ks, confidences, drawn: as in ``Design``; what was recorded if empty.
     """
 
     verifiers: Sequence[str] = ()

@@ -158,7 +158,7 @@ def conditional(trees: RecordedTrees, reach: np.ndarray) -> np.ndarray:  # [M]
 
     Args:
         trees: the recorded trees.
-        reach: ``[M]`` as of ``reached``.
+        reach: ``[M]`` as in ``reached``.
     """
     shape = trees.shape
     left = np.concatenate([np.ones(shape.roots), reach])  # of each row, what its children tried so far have left

@@ -310,7 +310,7 @@ class _Accept:
 
         Args:
             rule: the drafting rule.
-            certain: as of ``pseudo_tokens.certainty``; None for rules without a confidence.
+            certain: as in ``pseudo_tokens.certainty``; None for rules without a confidence.
         """
         depth, (count, longest) = depth_of(rule.choices), self.texts.text.shape
         sure = np.ones((count, longest + depth), dtype=bool)

@@ -73,7 +73,7 @@ def replay_rows_of(
         infos: the steps of one turn, in order.
         group, arm: see ``schema``.
         vocabulary: tokens of the target.
-        first: as of ``rows_of``.
+        first: as in ``rows_of``.
         forward_is_position: whether a step is named by its position, as in a verifier study.
     """
     replayed: Rows = []

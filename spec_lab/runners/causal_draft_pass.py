@@ -85,7 +85,7 @@ class CausalDraftPass:
         token: np.ndarray,
         timed: Phase,
     ) -> Partial:
-        """Compute nodes whose ancestors are computed. Arguments as of ``runner.DraftRunner.extend``."""
+        """Compute nodes whose ancestors are computed. Arguments as in ``runner.DraftRunner.extend``."""
         planned, in_tree = self.packer.plan_level(sequences, shape, rows, ahead=True), shape.places
         for new in planned.new:
             ahead, part = new.sequence.ahead, slice(new.start, new.start + len(new.taken))
@@ -170,7 +170,7 @@ def continue_from(
     """Prepare a forward that continues from the sequences' draft pass; None where there is none to continue from.
 
     Args:
-        packer, sequences, pending, draft, prefill: as of ``Packer.prepare``.
+        packer, sequences, pending, draft, prefill: as in ``Packer.prepare``.
         taps: the hidden states that the draft pass must have, given the layer to continue from.
     """
     owner = next((sequence.ahead.owner for sequence in sequences if sequence.ahead is not None), None)

@@ -46,7 +46,7 @@ class Partial(NamedTuple):
         logits: ``[n, V]``, of roots or nodes, by the final norm and the LM head; None if the pass computes none.
         exits: ``[N, H]`` the output of the last layer that ran, of all rows: pending tokens, sequence by sequence, or
             nodes. None of a pass with skipped sublayers.
-        array: the same memory as ``logits`` on the host, as of ``runner.Output``.
+        array: the same memory as ``logits`` on the host, as in ``runner.Output``.
     """
 
     logits: Tensor | None

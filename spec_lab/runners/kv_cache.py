@@ -101,7 +101,7 @@ class CellSequence:
         """Free the cells of what was computed ahead. Harmless when repeated.
 
         Args:
-            clear: whether to overwrite them with zeros, as of ``Cells.open``.
+            clear: whether to overwrite them with zeros, as in ``Cells.open``.
         """
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
@@ -288,7 +288,7 @@ class Cells:
         Args:
             source: the other one.
             length: how many of its cells.
-            reserve, clear, exact: as of ``open``.
+            reserve, clear, exact: as in ``open``.
         """
         made = self.open(max(reserve, length), clear, exact)
         if length:

@@ -168,7 +168,7 @@ class Context:
             sequences: all that hold cells.
 
         Raises:
-            OutOfCells: as of ``require``.
+            OutOfCells: as in ``require``.
         """
         self._used += rows
         if self._used > self.cells or self._highest > self.ids:
@@ -204,7 +204,7 @@ class Context:
         return number
 
     def _grow(self, cells: int, ids: int, limit: int | None, watches: bool) -> None:
-        """Make a larger context with the cells of this one, or restore this one. Errors as of ``require``."""
+        """Make a larger context with the cells of this one, or restore this one. Errors as in ``require``."""
         least = max(-(-cells // GRAIN) * GRAIN, self.cells, self.settings.batch, MAX_IDS)
         cells = max(least, 2 * self.cells) if cells > self.cells else least
         if limit is not None:

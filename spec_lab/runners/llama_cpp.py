@@ -147,7 +147,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         self._asked, self._layers = layers, states
 
     def _probe(self, names: set[str]) -> None:
-        """Compute one row with these watched tensors. If one is missing, capture nothing; error as of ``capture``."""
+        """Compute one row with these watched tensors. If one is missing, capture nothing; error as in ``capture``."""
         self.context.set_embeddings(False)
         sequence = self.open()
         try:
@@ -222,7 +222,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         """See ``runner.DraftRunner``.
 
         Raises:
-            ValueError, OutOfCells: as of ``prepare``.
+            ValueError, OutOfCells: as in ``prepare``.
         """
         count = len(rows)
         trees, nodes = shape.root[rows].tolist(), shape.places[rows].tolist()

@@ -71,7 +71,7 @@ class RecurrentSequence:
         return max(self.computed, len(self.tokens) + len(self.nodes))
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """Append the tokens of held ``nodes``, and forget all others. Errors as of ``accept_chain``."""
+        """Append the tokens of held ``nodes``, and forget all others. Errors as in ``accept_chain``."""
         self.tokens += accept_chain(self.nodes, nodes)
         self.nodes = []
 
@@ -241,7 +241,7 @@ class LlamaRecurrent(LlamaRunner):
     def _recover(self, every: Sequence[RecurrentSequence], rows: int) -> None:
         """Bring the library's states to the ends of these sequences, with room for ``rows`` more.
 
-        The tokens of those whose states cannot be rolled back are computed again. Errors as of ``prepare``.
+        The tokens of those whose states cannot be rolled back are computed again. Errors as in ``prepare``.
         """
         for sequence in every:
             sequence.accept()

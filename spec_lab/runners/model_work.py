@@ -26,7 +26,7 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
     Args:
         model: a causal LM of transformers.
         kinds: of layers without full attention, by layer.
-        kv_itemsize: bytes of a number of the KV cache; None: as of the weights.
+        kv_itemsize: bytes of a number of the KV cache; None: that of the weights.
 
     Returns:
         None of a model whose layers are split over ranks or differ in the shape of their attention heads, and where the
@@ -74,7 +74,7 @@ def memory_of(
         model: a causal LM of transformers.
         chunk: most tokens of a prompt computed in one forward.
         uniform: whether all sequences have as many KV cells as the longest.
-        kv_itemsize: as of ``work_of``.
+        kv_itemsize: as in ``work_of``.
         dense: whether attention reads one mask over all cells.
         recurrent: of a model with recurrent layers.
 
@@ -163,7 +163,7 @@ def _head_sizes(config: Any) -> tuple[int, int]:
 
 
 def _numbers_per_cell(model: Any, dense: bool = False) -> int:
-    """Return how many numbers a KV cell has in one layer. Arguments as of ``memory_of``."""
+    """Return how many numbers a KV cell has in one layer. Arguments as in ``memory_of``."""
     key, value = _head_sizes(model.config)
     if getattr(model.config, "kv_lora_rank", None):
         return key if dense else key + value  # one latent, twice for attention over cells (``adaptors``)

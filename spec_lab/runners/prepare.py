@@ -308,7 +308,7 @@ class Packer:
 
         Args:
             planned: pending tokens, of the sequences that have trees or of all.
-            sequences: ``[B]`` as of ``CausalLM.extend``.
+            sequences: ``[B]`` as in ``CausalLM.extend``.
             shape: the forest; its last level is not computed.
             arrays: what else is uploaded.
         """

@@ -180,7 +180,7 @@ class RecurrentStates:
             self.cache = self.new()
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """Keep the first nodes of the held chain, and forget all others. Errors as of ``accept_chain``."""
+        """Keep the first nodes of the held chain, and forget all others. Errors as in ``accept_chain``."""
         accepted = accept_chain(self.held, nodes)
         self.live = self.live and len(accepted) == len(self.held)
         self.length += len(accepted)

@@ -54,7 +54,7 @@ class RoundedText(NamedTuple):
 def rounded_logits(
     model: Any, tokens: Sequence[int], rows: int, dtype: torch.dtype, kinds: Mapping[int, AttentionKind], dense: bool
 ) -> Tensor:  # [rows, V]
-    """Return the logits of the last ``rows`` rows of a forward over a text. Arguments as of ``RoundedCache``."""
+    """Return the logits of the last ``rows`` rows of a forward over a text. Arguments as in ``RoundedCache``."""
     count = len(tokens)
     ids, positions = torch.tensor([list(tokens)], device=model.device), torch.arange(count, device=model.device)
     mask = text_masks(kinds, model.config.num_hidden_layers, count, model.dtype, model.device) if dense else None

@@ -166,7 +166,7 @@ class Extended(NamedTuple):
     Args:
         logits: ``[n, V]``.
         hidden: ``[n, layers * H]`` the captured hidden states; None where nothing is captured.
-        array: as of ``Output``.
+        array: as in ``Output``.
     """
 
     logits: Tensor

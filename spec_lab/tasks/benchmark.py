@@ -125,8 +125,8 @@ class _Groups:
         arms: by name.
         groups: the first turns of each group's conversations, by its number.
         recorder: writes the rows.
-        history: as of ``run``.
-        repeat_disturbed: as of ``run``.
+        history: as in ``run``.
+        repeat_disturbed: as in ``run``.
         console: prints what is not a result.
     """
 
@@ -312,7 +312,7 @@ def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> di
                 text = [*prompts[difference.request], *difference.before]
                 try:
                     logits = lab.target.plain_logits(text, len(text))[0].float()
-                except RuntimeError as error:  # such as of memory: a forward over the whole text is larger than a step
+                except RuntimeError as error:  # out of memory: a forward of the whole text is larger than a step
                     LOG.warning("The difference of logits of %s is not known: %s", difference.request, error)
                     continue
                 each.append(float((logits[difference.token] - logits[difference.expected]).abs()))

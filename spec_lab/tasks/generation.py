@@ -54,7 +54,7 @@ class Share:
     Args:
         text: the part.
         index: of the token among those of its branch.
-        origin: as of ``OutputToken``.
+        origin: as in ``OutputToken``.
     """
 
     text: str
@@ -119,7 +119,7 @@ def generate(
         verifier: decides; default: ``verify.Token``.
         constraint: constrains the output. A bare one applies to target and draft, and appends forced tokens at once.
         sampling: default greedy; no option of it comes from the checkpoint (transformers' ``generate`` has top_k=50).
-        max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as of ``lab.Settings``.
+        max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as in ``lab.Settings``.
         vocabulary: of the target, if it is built already.
         prefix_cache: KV caches of earlier calls with the same target, as between the turns of a chat, which keep theirs
             in it (``decode.prefix_cache``). None: every prompt is computed.

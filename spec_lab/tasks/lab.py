@@ -177,7 +177,7 @@ class Lab:
         """Return the arm of a proposer and a verifier, with a prefix cache of its own if the settings ask for one.
 
         Raises:
-            ValueError: as of ``Arm``; a proposer that refuses the sampling.
+            ValueError: as in ``Arm``; a proposer that refuses the sampling.
         """
         parts = CounterDraws(settings.seed), self.applied, self.pieces, settings.recording, settings.new_prefix_cache()
         made = Loop(self.target, proposer, verifier, *parts)
@@ -221,7 +221,7 @@ class Lab:
             answers: the model's answers so far.
 
         Raises:
-            ValueError: as of ``first_turns``, without constraints.
+            ValueError: as in ``first_turns``, without constraints.
         """
         prompt, pieces = self.prompts[number], self.pieces
         if settings.token_healing and pieces is None:
@@ -246,7 +246,7 @@ class Lab:
 
         Args:
             settings: the scalars.
-            turns: as of ``first_turns``.
+            turns: as in ``first_turns``.
         """
         lengths = []
         for number, prompt in enumerate(self.prompts):

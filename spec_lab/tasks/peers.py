@@ -148,7 +148,7 @@ class Generate:
         return Generate(target, sampling, seed, options)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        """One request after the other; see ``Arm``. Errors as in ``Request.check_fits``."""
         return one_by_one(requests, self.target, self._one)
 
     def _one(self, request: Request) -> Outcome:
@@ -217,7 +217,7 @@ class Bare:
         self.model = as_transformers_runs_it(target)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        """One request after the other; see ``Arm``. Errors as in ``Request.check_fits``."""
         return one_by_one(requests, self.target, self._one)
 
     @torch.inference_mode()
@@ -260,7 +260,7 @@ def as_transformers_runs_it(target: Target) -> Any:
 
 
 def one_by_one(requests: Sequence[Request], target: Target, decode: Callable[[Request], Outcome]) -> Decoded:
-    """Decode each request alone. Errors as of ``Request.check_fits``, before the first one is decoded."""
+    """Decode each request alone. Errors as in ``Request.check_fits``, before the first one is decoded."""
     for request in requests:
         request.check_fits(target.context, target.vocabulary)
     return Decoded([], [decode(request) for request in requests])

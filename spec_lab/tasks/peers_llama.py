@@ -169,7 +169,7 @@ class LlamaGenerate:
         return LlamaGenerate(target, sampling, seed, drafts, tokens, file.source_sha256)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        """One request after the other; see ``Arm``. Errors as in ``Request.check_fits``."""
         return one_by_one(requests, self.target, lambda request: self._one(self.llama.for_requests(requests), request))
 
     def _one(self, llama: Any, request: Request) -> Outcome:
@@ -220,7 +220,7 @@ class LlamaLoop:
         target, sampling, seed: as in ``LlamaGenerate``.
 
     Raises:
-        ValueError: ``sampling`` sets more than a temperature; and as of ``LlamaGenerate``.
+        ValueError: ``sampling`` sets more than a temperature; and as in ``LlamaGenerate``.
     """
 
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
@@ -234,7 +234,7 @@ class LlamaLoop:
         self.llama = GrowingLlama(target, lambda size: llama_of(target, size))
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        """One request after the other; see ``Arm``. Errors as in ``Request.check_fits``."""
         return one_by_one(requests, self.target, lambda request: self._one(self.llama.for_requests(requests), request))
 
     def _one(self, llama: Any, request: Request) -> Outcome:

@@ -165,12 +165,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _variables(source: str) -> frozenset[str]:
-    """Return the names of the variables that a template reads. Errors as of ``LimitedProcess.ask``."""
+    """Return the names of the variables that a template reads. Errors as in ``LimitedProcess.ask``."""
     return frozenset(SANDBOX.ask({"source": source}, LIMITS) if source else ())
 
 
 def thinking_options(source: str) -> list[str]:
-    """Return the options of ``THINKING`` that a template reads. Errors as of ``LimitedProcess.ask``."""
+    """Return the options of ``THINKING`` that a template reads. Errors as in ``LimitedProcess.ask``."""
     return [name for name in THINKING if name in _variables(source)]
 
 

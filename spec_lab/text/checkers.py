@@ -107,7 +107,7 @@ def final(text: str, prompt: str = "") -> str:
 
 
 def reply(text: str, prompt: str) -> str:
-    """Return an answer as the next turn's template reads it. Arguments as of ``final``.
+    """Return an answer as the next turn's template reads it. Arguments as in ``final``.
 
     Of GPT-OSS it is the channel "final", if there is one. Other templates remove thinking themselves.
     """
@@ -171,7 +171,7 @@ def python_syntax(text: str, answer: str, completes: bool = False) -> bool:
         return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as of invalid escapes
+            warnings.simplefilter("ignore")  # such as for invalid escapes
             ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False

@@ -64,7 +64,7 @@ class Chat:
         """Return the prompt of a question.
 
         Args:
-            name, workload, source, constraint: as of ``Prompt``.
+            name, workload, source, constraint: as in ``Prompt``.
             turns: the user's messages, at least one; after ``messages`` only those that follow its last.
             answer: what the checker compares with; None: this answer is not checked.
             system: its own system prompt; empty for the common one.

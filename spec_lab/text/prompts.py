@@ -91,7 +91,7 @@ def texts(path: str) -> Iterator[str]:
     """Yield the field ``text`` of each line of a JSONL file of any size, one line in memory at a time.
 
     Raises:
-        OSError, ValueError: as of ``jsonl``; a line without ``text``.
+        OSError, ValueError: as in ``jsonl``; a line without ``text``.
     """
     for where, _, record in records(path, bounded=False):
         yield text_of(record, "text", where)
@@ -131,7 +131,7 @@ def mixed(path: str, limit: Count | None = None) -> list[Prompt]:
 def encode(
     prompts: Sequence[Prompt], tokenizer: Any, context: int, longest: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt. Arguments and errors as of ``encode_turn``."""
+    """Return the token ids of each prompt. Arguments and errors as in ``encode_turn``."""
     return [encode_turn(prompt, tokenizer, context, longest)[1] for prompt in prompts]
 
 

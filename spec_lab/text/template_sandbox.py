@@ -84,7 +84,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def variables(source: str) -> list[str]:
-    """Return the names of the variables that a template reads, sorted. Errors as of ``compiled``."""
+    """Return the names of the variables that a template reads, sorted. Errors as in ``compiled``."""
     return sorted(meta.find_undeclared_variables(environment().parse(source)))
 
 

@@ -22,7 +22,7 @@ WORKING = 6 * 4 * CHUNK
 
 @dataclass(frozen=True)
 class TrainingNeed:
-    """What a training needs beside the target and the drafter's weights.
+    """Memory and time that a training needs beside the target and the drafter's weights.
 
     Args:
         fixed: bytes of gradients, optimiser and logits.
@@ -105,7 +105,7 @@ def estimate(
         loss_of: the loss of texts, in the precision of the training.
         trained: weights in float32.
         others: tensors that are in memory anyway, such as those of the target.
-        text: as of ``trial_text``.
+        text: as in ``trial_text``.
     """
     weights, tokens = list(trained), text.ids.shape[1]
     text_bytes, loss = kept_bytes(lambda: loss_of(text), [*weights, *others])

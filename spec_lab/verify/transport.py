@@ -64,7 +64,7 @@ def inside(p: Tensor, q: Tensor, counts: Sequence[int], drawn: Drawn) -> Inside 
     """Return the masses of all sets that can be the best; None where nothing is drafted.
 
     Args:
-        p, q, drawn: as of ``transport_bound``.
+        p, q, drawn: as in ``transport_bound``.
         counts: numbers of siblings.
 
     Raises:

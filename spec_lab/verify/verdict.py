@@ -175,7 +175,7 @@ def _unfit(what: str, draws: frozenset[Drawn], verifier: Verifier) -> str | None
 def check_pair(
     proposer: str, draws: Drawn | frozenset[Drawn], verifier: Verifier, branches: bool | None = None
 ) -> None:
-    """Refuse a proposer whose drafts the verifier cannot verify. Arguments as of ``misfit``.
+    """Refuse a proposer whose drafts the verifier cannot verify. Arguments as in ``misfit``.
 
     Raises:
         Misfit: the pair is incompatible; names both and what would fit.

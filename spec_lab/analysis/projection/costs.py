@@ -169,7 +169,7 @@ def grids(frame: pd.DataFrame, file: Path) -> dict[str, MeasuredForward]:
         file: where it comes from, for messages.
 
     Raises:
-        ValueError: as of ``measured``; there is no target.
+        ValueError: as in ``measured``; there is no target.
     """
     if missing := [name for name in COLUMNS if name not in frame]:
         raise ValueError(f"{file} has no column {missing[0]}; a table of forwards has the columns {', '.join(COLUMNS)}")

@@ -185,7 +185,7 @@ def break_even(
 
     Args:
         max_batch: the largest that is looked at.
-        designs, deployments, context, lengths, prefill, resamples: as of ``project``.
+        designs, deployments, context, lengths, prefill, resamples: as in ``project``.
 
     Returns:
         Columns: ``hardware``, ``design``, ``length``, ``break_even``, ``break_even_low``, ``break_even_high``: 0 where
@@ -215,7 +215,7 @@ class _Curve:
     """The speed-up of a design at one draft length on one deployment, as a function of the batch.
 
     Args:
-        design, acceptance, length, deployment: as of ``project.speedup``.
+        design, acceptance, length, deployment: as in ``project.speedup``.
         speedup: of one batch or ``[R]``.
     """
 

@@ -39,7 +39,7 @@ def verdict_of_costs(path: Path) -> str:
     """Return the verdict on the times of measured forwards, as a line; empty of a table alone, which has none.
 
     Args:
-        path: as of ``measured_forwards``.
+        path: as in ``measured_forwards``.
 
     Raises:
         ValueError: a malformed manifest.

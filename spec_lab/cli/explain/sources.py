@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
         Args:
             value: as the file writes it; where it is the file's name, other names are not listed.
-            given: as of ``meaning_in``.
+            given: as in ``meaning_in``.
             name: of the file.
         """
         chosen = value if value == name else ""

@@ -94,7 +94,7 @@ def read_block(path: str, target: Target, options: Mapping[str, Any] | None = No
 
 
 def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
-    """Return the settings of the drafter. Errors as of ``read_block``."""
+    """Return the settings of the drafter. Errors as in ``read_block``."""
     file, config, shapes, target = files.file, files.config, files.shapes, files.target
     kind, layer = _kind(files, stated), config.get("transformer_layer_config", config)
     if SPECULATORS in config:
@@ -268,7 +268,7 @@ def _attention(
 
 
 def _head(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind, drafted: int) -> HeadSettings | None:
-    """The settings of the head; None where there is none, as of DSpark with rank 0.
+    """The settings of the head; None where there is none, as in DSpark with rank 0.
 
     Raises:
         ValueError: a size that is missing, or a head of an unknown kind.

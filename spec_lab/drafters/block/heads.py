@@ -128,7 +128,7 @@ class DominoHead(LevelHead):
     """Adds a correction that depends on all tokens above (Domino 2605.29707): ``E2 silu(E1 [h; s])``.
 
     The state s is that of a GRU without biases, which reads the embeddings of the pending token and of all tokens
-    drafted after it. Arguments as of ``MarkovHead``.
+    drafted after it. Arguments as in ``MarkovHead``.
     """
 
     reads_embedding = True
@@ -156,7 +156,7 @@ class DominoHead(LevelHead):
 class SelectorHead(LevelHead):
     """Leaves the likeliest tokens, and scores each by the token before (DFlash2): ``x_c + <P[token] * W h, Q[c]>``.
 
-    The logits x of all other tokens become -inf. Arguments as of ``MarkovHead``.
+    The logits x of all other tokens become -inf. Arguments as in ``MarkovHead``.
     """
 
     token_layers = ("successor",)
@@ -182,6 +182,6 @@ class SelectorHead(LevelHead):
 
 
 def head_of(settings: HeadSettings, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> LevelHead:
-    """The head of these settings, without weights. Arguments as of ``MarkovHead``."""
+    """The head of these settings, without weights. Arguments as in ``MarkovHead``."""
     kinds: dict[str, type[MarkovHead | DominoHead | SelectorHead]] = {"domino": DominoHead, "selector": SelectorHead}
     return kinds.get(settings.kind, MarkovHead)(settings, vocab_size, draft_vocab_size, hidden_size)

@@ -253,7 +253,7 @@ class BlockNetwork(DrafterNetwork):
     def confidence(self, hidden: Tensor, token: Tensor) -> Tensor:
         """The predicted probability ``[n]`` that a level's token is accepted if all above it are (DSpark 2607.05147).
 
-        Arguments as of ``confidence_logits``.
+        Arguments as in ``confidence_logits``.
         """
         return self.confidence_logits(hidden, token).sigmoid()
 

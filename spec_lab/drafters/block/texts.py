@@ -65,7 +65,7 @@ class BlockTexts:
 
     @property
     def positions(self) -> Tensor:
-        """Of the blocks' rows, ``[B, A, b]``."""
+        """Positions of the blocks' rows, ``[B, A, b]``."""
         return self.anchors[..., None] + torch.arange(self.size, device=self.anchors.device)
 
     def update(

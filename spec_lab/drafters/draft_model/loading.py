@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
 
 def load_draft(target: Target, path: str, revision: str | None = None) -> Loaded:
-    """Load a draft model. Arguments and errors as of ``DraftModel.load``."""
+    """Load a draft model. Arguments and errors as in ``DraftModel.load``."""
     if str(path).endswith(".gguf"):
         loaded = gguf.load_draft(path, target)
 

@@ -58,7 +58,7 @@ class Tokens:
         """The bytes of every token; empty for special tokens and padding.
 
         Raises:
-            ValueError: as of ``token_bytes``.
+            ValueError: as in ``token_bytes``.
         """
         return token_bytes(self.tokenizer, self.size, self.special)
 

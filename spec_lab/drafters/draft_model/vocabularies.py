@@ -78,7 +78,7 @@ class SharedTokens(SameTokens):
     Args:
         pairs: ``[S, 2]`` the shared tokens in the target's and in the draft model's ids.
         vocabulary: V, the width of the target's logits.
-        reading: what the draft model reads, as of ``SameTokens.read``.
+        reading: what the draft model reads, as in ``SameTokens.read``.
         tokens: number of tokens that the target's tokenizer has.
         trimmed: whether the draft model has logits of the shared tokens only, in the order of ``pairs``.
     """
@@ -153,7 +153,7 @@ class TrimmedTokens(SharedTokens):
     Args:
         ids: ``[W]`` the tokens.
         vocabulary: V.
-        trimmed: as of ``SharedTokens``.
+        trimmed: as in ``SharedTokens``.
     """
 
     same = True

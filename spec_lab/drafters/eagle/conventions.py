@@ -93,7 +93,7 @@ def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _windows(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer. Errors as of ``DrafterFiles.windows``."""
+    """The window of each layer. Errors as in ``DrafterFiles.windows``."""
     windows = layer_windows(files, layer)
     largest = max(window or 0 for window in windows)
     unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it

@@ -209,7 +209,7 @@ def eagle_settings(
         parallel: of a P-EAGLE head, the names of further fields that are read.
 
     Raises:
-        ValueError: as of ``read_eagle``.
+        ValueError: as in ``read_eagle``.
     """
     config, shapes, target = files.config, files.shapes, files.target
     kind = config.get("speculators_model_type")

@@ -123,7 +123,7 @@ def write_hydra(
 
 
 def _settings(files: DrafterFiles) -> HydraSettings:
-    """Return the settings of the heads. Errors as of ``read_hydra``."""
+    """Return the settings of the heads. Errors as in ``read_hydra``."""
     file, config, shapes, target = files.file, files.config, files.shapes, files.target
     h, v = target.services.hidden_size, target.vocabulary
     numbers = {name.split(".")[1] for name in shapes if name.startswith("hydra_mlp.")}
@@ -155,7 +155,7 @@ def _settings(files: DrafterFiles) -> HydraSettings:
 
 
 def _prefix(files: DrafterFiles) -> dict[str, Any]:
-    """The config of the prefix layer. Errors as of ``read_hydra``."""
+    """The config of the prefix layer. Errors as in ``read_hydra``."""
     fields, target = files.config.get("prefix_layer_config"), files.target
     if fields is None:
         try:

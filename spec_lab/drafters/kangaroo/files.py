@@ -49,7 +49,7 @@ def read_kangaroo(path: str, target: Target, exit_layer: int | None = None) -> K
 
 
 def _settings(files: DrafterFiles, exit_layer: int | None) -> KangarooSettings:
-    """Return the settings of the adapter. Errors as of ``read_kangaroo``."""
+    """Return the settings of the adapter. Errors as in ``read_kangaroo``."""
     config, first = files.config, "layers.0.self_attn.q_proj.weight"
     files.expect(first in files.held and "fc.weight" not in files.held, f"{first} and others of attention and norms")
     if (kind := config.get("model_type", "llama")) != "llama":

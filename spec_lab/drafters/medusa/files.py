@@ -102,7 +102,7 @@ def read_medusa(path: str, target: Target) -> Heads:
 
 
 def _read_own(files: DrafterFiles) -> Heads:
-    """Heads in this package's layout. Errors as of ``read_medusa``."""
+    """Heads in this package's layout. Errors as in ``read_medusa``."""
     sizes = {"K": files.whole("num_heads"), "L": files.whole("num_layers", minimum=0), "H": files.whole("hidden_size")}
     sizes["W"] = files.whole("trunk_size", 0, minimum=0)
     files.check_target(sizes["H"], files.whole("vocab_size"))
@@ -127,7 +127,7 @@ def _read_own(files: DrafterFiles) -> Heads:
 
 
 def _read_published(files: DrafterFiles, wanted: Tensors) -> Heads:
-    """Heads with LM heads of their own. Errors as of ``read_medusa``."""
+    """Heads with LM heads of their own. Errors as in ``read_medusa``."""
     refuse_misfits(files.folder, misfits(wanted.shapes, files.shapes))
     heads, layers, h, rows = (wanted.sizes[letter] for letter in "KLHV")
     for name, held, what in (

@@ -137,7 +137,7 @@ def in_target(path: str | None, target: Target) -> bool:
 
 
 def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], in_checkpoint: bool) -> Mtp:
-    """Read the modules that begin with these prefixes. Errors as of ``read_mtp``."""
+    """Read the modules that begin with these prefixes. Errors as in ``read_mtp``."""
     layout, dtype = mtp_layout(names, prefixes), files.target.lm.dtype
     ours = {name: layout.network_name(name) for name in files.held}
     settings = _settings(files, {*ours.values()}, names, len(prefixes))
@@ -166,7 +166,7 @@ def _read(files: DrafterFiles, names: Names, prefixes: Sequence[str], in_checkpo
 
 
 def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes: int) -> MtpSettings:
-    """Return the settings of the modules. Errors as of ``read_mtp``.
+    """Return the settings of the modules. Errors as in ``read_mtp``.
 
     Args:
         files: of the modules.

@@ -184,7 +184,7 @@ def _refuse_other_kinds(path: str, config: Any) -> None:
 
 
 def _mask_token(path: str, given: Any, config: Any, vocabulary: int) -> int:
-    """The mask token of a draft with so many tokens. Errors as of ``Pard.load``."""
+    """The mask token of a draft with so many tokens. Errors as in ``Pard.load``."""
     name, value = "mask_token", given
     if given is None:
         name, value = f"pard_token in the config of {path}", getattr(config, "pard_token", None)

@@ -32,7 +32,7 @@ READ = (*MASK_TOKENS, "parallel_drafting")
 def read_peagle(
     path: str, target: Target, dtype: torch.dtype | None = None, options: Mapping[str, Any] | None = None
 ) -> PEagle:
-    """Read a head for a target, onto its device. Arguments and errors as of ``eagle.files.read_eagle``."""
+    """Read a head for a target, onto its device. Arguments and errors as in ``eagle.files.read_eagle``."""
     with DrafterFiles.open(path, "a P-EAGLE head", target, options=options) as opened:
         files, prefixed = unprefixed(opened)
         files.expect("mask_hidden" in files.shapes, "mask_hidden")

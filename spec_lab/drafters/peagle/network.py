@@ -57,7 +57,7 @@ class PEagle(Eagle3):
         return outputs
 
     def toy(self, target: Target) -> PEagle:
-        """As of ``Eagle3``; the last token is the mask token."""
+        """As in ``Eagle3``; the last token is the mask token."""
         settings = super().toy(target).settings
         settings = replace(settings, mask_token=target.vocabulary - 1, windows=())
         return self.trimmed_like(random_network(PEagle(settings), target))

@@ -221,7 +221,7 @@ def in_short(proposer: Proposer, verifier: Verifier, distribution: str | None = 
     Args:
         proposer: of the pair.
         verifier: of the pair.
-        distribution: as of ``AppliedConstraint``: loops under toy grammars are enumerated as well. None: the run has no
+        distribution: as in ``AppliedConstraint``: loops under toy grammars are enumerated as well. None: the run has no
             constraint.
     """
     more = {None: (), "local": constrained()[:3:2], "global": conditioned()[:3:2]}[distribution]

@@ -198,7 +198,7 @@ class Body(nn.Module):
     """From tokens to hidden states, which are the logits of a table: their width is V.
 
     Args:
-        layers: each layer's logits, as of ``Counting``.
+        layers: each layer's logits, as in ``Counting``.
         prompt: number of prompt tokens.
     """
 
@@ -230,7 +230,7 @@ class Body(nn.Module):
 class Table(nn.Module):
     """A causal LM with the interface of transformers around ``Body``; the unembedding is the identity.
 
-    Arguments as of ``Body``.
+    Arguments as in ``Body``.
     """
 
     def __init__(self, layers: Sequence[Sequence[np.ndarray]], prompt: int, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ def expected_steps(accepted: np.ndarray) -> float:
     steps are the sum of u (``replay.steps_along_texts``).
 
     Args:
-        accepted: ``[n, K]`` as of ``Predicted``.
+        accepted: ``[n, K]`` as in ``Predicted``.
     """
     n, depth = accepted.shape
     reached = np.concatenate([np.ones((n, 1)), _reached(accepted), np.zeros((n, 1))], axis=1)  # [n, K + 2]

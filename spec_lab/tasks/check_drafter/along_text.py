@@ -175,7 +175,7 @@ def follows_tree(proposer: Proposer) -> bool:
 
 
 class AlongText:
-    """A drafter that drafts along texts. Further arguments as of ``predicted``.
+    """A drafter that drafts along texts. Further arguments as in ``predicted``.
 
     Args:
         teaches: whether the text is its chain, not what it drafts; only of a ``TreeProposer``.

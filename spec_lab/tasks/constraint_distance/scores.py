@@ -44,7 +44,7 @@ def _rows(
     """Yield the number of each text and the row after it.
 
     Args:
-        target, request, texts: as of ``rows_after``.
+        target, request, texts: as in ``rows_after``.
         allowed: returns the tokens ``[n]`` that the constraint allows after the text with this number.
     """
     for some in text_logits(target, request, texts, max(min(ROWS, MAX_LOGITS // target.vocabulary), 1)):
