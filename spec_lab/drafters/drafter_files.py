@@ -97,11 +97,11 @@ class DrafterFiles:
         others, given = dict(others or {}) if convention in self.options else {}, self.options.get(convention)
         if given is not None:
             others = {f"as without the option ({why})": value} | others
-            value, source, why = given, "option", f"proposer.{convention} states it"
+            value, source, why = given, "option", f"the option {convention} states it"
         others = {label: other for label, other in others.items() if other != value}
         self.conventions[convention] = Convention(value, source, why, others)
         if source == "guess":
-            hints = [f"proposer.{convention}={_written(other)} ({label})" for label, other in others.items()]
+            hints = [f"{convention}={_written(other)} ({label})" for label, other in others.items()]
             hint = f". If fewer tokens are accepted than its authors report, try {' or '.join(hints)}" if hints else ""
             log.warning("%s: %s is read as %s, a guess: %s%s", self.folder, convention, value, why, hint)
         return value

@@ -84,9 +84,16 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     assert compared > 40 and rejections > 5
 
 
-def test_how_d2t_is_read_is_recorded(target, folders):
-    reading = PEagleDrafter.load(target, folders["four-layers"], depth=2).reading
-    assert reading.conventions["d2t"].value == "offset" and reading.conventions["d2t"].source == "default"
+def test_the_reading_of_a_head_is_recorded_and_each_of_its_values_is_an_option(target, folders):
+    proposer = PEagleDrafter.load(target, folders["windows"], depth=2)
+    values = {"taps": [1, 2, 2], "d2t": "offset", "window": 5, "rope": "neox", "rope_scaling": "own"}
+    values |= {"norm_before_residual": False, "norm_output": "plain", "embedding": "own", "lm_head": "own"}
+    assert proposer.reading.values == values
+    again = PEagleDrafter.load(target, folders["windows"], depth=2, **values)
+    assert again.network.settings == proposer.network.settings
+    for convention, _, value in proposer.reading.others:
+        reading = PEagleDrafter.load(target, folders["windows"], depth=2, **{convention: value}).reading
+        assert {"d2t": "offset", **reading.values} == values | {convention: value}
 
 
 WAYS = [

@@ -282,7 +282,8 @@ class BlockNetwork(DrafterNetwork):
             settings, layer=small_layer(h), hidden_size=h, target_hidden_size=h, vocab_size=target.vocabulary,
             taps=tuple(min(tap, last) for tap in range(len(settings.taps))), mask_token=target.vocabulary - 1,
             block_size=levels + (not settings.predicts_next), embedding=None, confidence=0,
-            draft_vocab_size=settings.draft_vocab_size and target.vocabulary - 1, conv_group=1, windows=(), causal=(),
+            draft_vocab_size=settings.draft_vocab_size and target.vocabulary - 1, conv_group=1,
+            windows=tuple(window and 2 for window in settings.windows),
             head=None if settings.head is None else settings.head.toy(),
         )  # fmt: skip
         return self.trimmed_like(random_network(BlockNetwork(settings), target))

@@ -9,12 +9,12 @@ its children are drawn from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
 
-from spec_lab.core.options import DrafterPath, Filled, Whole, checked
+from spec_lab.core.options import DrafterPath, Filled, checked
 from spec_lab.core.reading import Reading
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload, upload_tokens
@@ -23,13 +23,13 @@ from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
 from spec_lab.drafters.features import FeatureReader, observe_features
-from spec_lab.drafters.layer_conventions import Taps
+from spec_lab.drafters.reading_options import BlockOptions, plan_and_reading
 from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.block_lm import BlockLM
@@ -69,12 +69,7 @@ class BlockDrafter(FeatureReader):
         path: Annotated[str, DrafterPath("a block drafter", ("target_hidden_size", "hidden_size"), converts=False)],
         revision: Filled | None = None,
         tokens: Drafted | None = None,
-        taps: Taps | None = None,
-        anchor: Literal["own", "next"] | None = None,
-        causal: Literal["all", "windows", "none"] | None = None,
-        window: Annotated[int, Whole(0)] | None = None,
-        rope: Literal["neox", "interleaved"] | None = None,
-        **options: Unpack[TreeOptions],
+        **options: Unpack[BlockOptions],
     ) -> BlockDrafter:
         """Read a block drafter and choose its trees.
 
@@ -84,20 +79,13 @@ class BlockDrafter(FeatureReader):
             revision: branch, tag or commit of a hub name; None: main.
             tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
                 target's stop tokens; None: all.
-            taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
-                files are read; so are the next four.
-            anchor: whether row i of a block predicts its "own" position (DFlash) or the "next" (DSpark).
-            causal: layers in which rows of a block attend to rows before them only: all, windows or none.
-            window: of layers that have one, in positions; 0: none has.
-            rope: pairs of the rotary embedding: halves of a head (neox) or neighbours (interleaved).
-            options: of the trees.
+            options: of the trees, and how the files are read.
 
         Raises:
             ValueError: a wrong option; trees deeper than a block; a drafter for another target; a malformed file.
             OSError: a file is missing.
         """
-        plan = TreePlan.read(**options)
-        reading = {"taps": taps, "anchor": anchor, "causal": causal, "window": window, "rope": rope}
+        plan, reading = plan_and_reading(options, BlockOptions)
         path = drafter_folder(path, revision)
         network = trimmed(read_block(path, target, reading), tokens, target)
         plan.check_width(network.tokens)

@@ -58,7 +58,7 @@ def draft_tokens(files: DrafterFiles, v: int, w: int | None) -> Tensor:  # [W]
         why = "added to the numbers of draft tokens they would name no tokens, as they are they do"
         chosen = files.choose("d2t", "absolute", "guess", why, others)
     if chosen not in fits:
-        raise ValueError(f"{files.folder}: d2t names no tokens as {chosen} numbers: choose another proposer.d2t")
+        raise ValueError(f"{files.folder}: d2t names no tokens as {chosen} numbers: choose another d2t")
     return fits[chosen]
 
 
@@ -140,7 +140,7 @@ def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None,
         if not has_own[convention] and h != wide:
             raise ValueError(f"{files.folder} holds no {name}, and the target's has hidden size {wide}, not {h}")
         if has_own[convention] and not has:
-            raise ValueError(f"{files.folder} holds no {name} of its own: set proposer.{convention}=target")
+            raise ValueError(f"{files.folder} holds no {name} of its own: set {convention}=target")
     return (w if has_own["lm_head"] else None), has_own["embedding"]
 
 

@@ -24,10 +24,10 @@ Names and conventions that differ, and what they become here:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from spec_lab.drafters.layer_conventions import settle_taps
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.target import Target
 
+T = TypeVar("T", bound=Eagle3)
 FORMAT_VERSION = "0.3.0"
 
 EAGLE = Layout("EAGLE", (
@@ -83,11 +84,6 @@ EAGLE3 = Layout("EAGLE-3", (
 """The layout of EAGLE-3 of its authors, SpecForge and SGLang (midlayer), and of speculators (layers.0)."""
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-OPTIONS = (
-    "taps", "d2t", "window", "rope", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "embedding",
-    "lm_head",
-)  # fmt: skip
-"""The conventions of a head (``core.reading``), which are options of the proposer."""
 LAYERS = {
     *LAYER.read, "sliding_window", "use_sliding_window", "max_window_layers", "rope_is_neox_style", "is_neox_style",
     "original_max_position_embeddings",
@@ -168,21 +164,27 @@ def read_eagle(
             surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
             vocabulary or hidden states that the target does not have.
     """
-    given = dict.fromkeys(OPTIONS) | dict(options or {})
-    with DrafterFiles.open(path, "an EAGLE head", target, options=given) as opened:
+    with DrafterFiles.open(path, "an EAGLE head", target, options=options) as opened:
         files, prefixed = unprefixed(opened)
         settings, interleaved = eagle_settings(files, prefixed)
         network: Network
         if isinstance(settings, EagleSettings):
             network = files.read(EAGLE, lambda: Eagle(settings), dtype)
         else:
-            ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size)
-            held = {name: tensor for name, tensor in files.held.items() if name not in unused_ends(files)}
-            network = replace(files, held=held).read(EAGLE3, lambda: Eagle3(settings), dtype)
-            network.ids = ids.to(target.lm.device)
+            network = read_eagle3(files, EAGLE3, lambda: Eagle3(settings), dtype)
         if interleaved:
             read_interleaved(network.body)
         return network
+
+
+def read_eagle3(files: DrafterFiles, layout: Layout, build: Callable[[], T], dtype: torch.dtype | None) -> T:
+    """Read a network of the kind of EAGLE-3, which ``build`` makes without weights. Errors as of ``read_eagle``."""
+    network = files.described(build)
+    ids = draft_tokens(files, network.settings.vocab_size, network.settings.draft_vocab_size)
+    held = {name: tensor for name, tensor in files.held.items() if name not in unused_ends(files)}
+    network = replace(files, held=held).read(layout, lambda: network, dtype)
+    network.ids = ids.to(files.target.lm.device)
+    return network
 
 
 def unprefixed(files: DrafterFiles) -> tuple[DrafterFiles, bool]:

@@ -15,8 +15,7 @@ import torch
 from spec_lab.core.options import brief
 from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import DrafterFiles
-from spec_lab.drafters.eagle.conventions import draft_tokens
-from spec_lab.drafters.eagle.files import EAGLE3, eagle_settings, unprefixed
+from spec_lab.drafters.eagle.files import EAGLE3, eagle_settings, read_eagle3, unprefixed
 from spec_lab.drafters.eagle.network import Eagle3Settings
 from spec_lab.drafters.layouts import Entry, Layout
 from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
@@ -40,9 +39,7 @@ def read_peagle(
         assert isinstance(head_settings, Eagle3Settings)
         stated = {field.name: getattr(head_settings, field.name) for field in fields(Eagle3Settings)}
         settings = PEagleSettings(**stated, mask_token=_mask_token(files))
-        ids = draft_tokens(files, settings.vocab_size, settings.draft_vocab_size)
-        network = files.read(PEAGLE, lambda: PEagle(settings), dtype)
-        network.ids = ids.to(target.lm.device)
+        network = read_eagle3(files, PEAGLE, lambda: PEagle(settings), dtype)
         if interleaved:
             read_interleaved(network.body)
         return network

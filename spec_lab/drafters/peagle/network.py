@@ -59,5 +59,5 @@ class PEagle(Eagle3):
     def toy(self, target: Target) -> PEagle:
         """As in ``Eagle3``; the last token is the mask token."""
         settings = super().toy(target).settings
-        settings = replace(settings, mask_token=target.vocabulary - 1, windows=())
+        settings = replace(settings, mask_token=target.vocabulary - 1)
         return self.trimmed_like(random_network(PEagle(settings), target))

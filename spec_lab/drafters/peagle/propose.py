@@ -16,21 +16,21 @@ import torch
 from spec_lab.core.options import DrafterPath, Filled, OneOf, checked
 from spec_lab.core.reading import Reading
 from spec_lab.core.shape import Shape
-from spec_lab.core.upload import upload
+from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.feature_drafter import drafts_below
 from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
-from spec_lab.drafters.layer_conventions import Taps
 from spec_lab.drafters.peagle.files import read_peagle
 from spec_lab.drafters.peagle.network import PEagle
+from spec_lab.drafters.reading_options import EagleOptions, plan_and_reading
 from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
 from spec_lab.models.placement import DTYPES
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.block_lm import BlockLM
@@ -71,8 +71,7 @@ class PEagleDrafter(FeatureReader):
         revision: Filled | None = None,
         dtype: Annotated[str, OneOf(DTYPES)] | None = None,
         tokens: Drafted | None = None,
-        taps: Taps | None = None,
-        **options: Unpack[TreeOptions],
+        **options: Unpack[EagleOptions],
     ) -> PEagleDrafter:
         """Read a P-EAGLE head and choose its trees.
 
@@ -83,18 +82,16 @@ class PEagleDrafter(FeatureReader):
             dtype: of the head: bfloat16, float16, float32, float64; None: the target's.
             tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
                 target's stop tokens; None: all.
-            taps: numbers of the hidden states that are read, in this order: i is the input of layer i; None: as the
-                files are read.
-            options: of the trees.
+            options: of the trees, and how the files are read.
 
         Raises:
             ValueError: a wrong option; a head for another target; a malformed file.
             OSError: a file is missing.
         """
-        plan = TreePlan.read(**options)
+        plan, reading = plan_and_reading(options, EagleOptions)
         own_dtype = None if dtype is None else DTYPES[dtype]
         path = drafter_folder(path, revision)
-        network = trimmed(read_peagle(path, target, own_dtype, {"taps": taps}), tokens, target)
+        network = trimmed(read_peagle(path, target, own_dtype, reading), tokens, target)
         plan.check_width(network.tokens)
         pack(network)
         return PEagleDrafter(network, target, plan, trimmed_hash(path, network.kept), own_dtype)
@@ -133,7 +130,7 @@ class PEagleDrafter(FeatureReader):
         device, levels, kvs = self.lm.device, max(depths), [sequence.state.kv for sequence in active]
         tokens = [sequence.tokens[len(kv) + 1 :] for sequence, kv in zip(active, kvs, strict=True)]
         known = [sequence.state.features.since(len(kv)) for sequence, kv in zip(active, kvs, strict=True)]
-        x = self.network.inputs(torch.tensor(list(chain.from_iterable(tokens)), device=device), torch.cat(known))
+        x = self.network.inputs(upload_tokens(device, list(chain.from_iterable(tokens))), torch.cat(known))
         masks = self.network.masks(max(1, levels - 1)).expand(len(active), -1, -1)
         timed = batch.clock.phase("propose_forward")
         outputs = self.lm.forward(kvs, x.split([len(new) for new in tokens]), masks, timed, before=1)

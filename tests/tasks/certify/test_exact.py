@@ -185,6 +185,8 @@ PROPOSERS = {
     "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
     "block chain": block("1x1", "iid", size=3),
     "block tree": block("2x1", "point", size=3),
+    "block with windows": block("2x1", "without", size=3, layers=2, windows=(5, None), causal=(True, False)),
+    "block of causal rows": block("1x1", "iid", size=3, causal=(True,)),
     "block with a smaller vocabulary": block("2x1", "without", size=3, draft_vocab_size=3),
     "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)),
     "block with Markov head, tree": block(
@@ -201,6 +203,7 @@ PROPOSERS = {
     ),
     "Domino tree": block("2x1", "without", size=3, head=HeadSettings("domino", 2, state_size=2)),
     "P-EAGLE chain": peagle("1x1", "iid"),
+    "P-EAGLE with windows": peagle("1x1", "iid", windows=(5, None)),
     "P-EAGLE tree": peagle("2x1", "without", draft_vocab_size=3),
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
@@ -325,6 +328,15 @@ def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
     mine = {factory(proposer) for proposer in PROPOSERS.values()}
     assert {name.replace("null.Null", "Null") for name in mine} == shipped
+
+
+@pytest.mark.parametrize("name", ["block with windows", "block of causal rows", "P-EAGLE with windows"])
+def test_a_toy_attends_as_its_drafter_does_with_smaller_windows(name):
+    proposer = PROPOSERS[name]
+    expected = {
+        layer: kind._replace(sliding_window=kind.sliding_window and 2) for layer, kind in proposer.network.kinds.items()
+    }
+    assert proposer.toy(TARGET, DRAFT, parse("1x1")).network.kinds == expected
 
 
 def test_a_search_is_certified_as_one():

@@ -1,0 +1,77 @@
+"""Options of drafters whose files leave open how they are read (``core.reading``), and of their trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from spec_lab.core.options import Number, Whole
+from spec_lab.drafters.eagle.network import NormOutput
+from spec_lab.drafters.layer_conventions import Ends, Rope, Scaling, Taps
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+
+
+class ReadingOptions(TreeOptions, total=False):
+    """How a drafter's files are read; None: as they are read without the option.
+
+    Args:
+        taps: numbers of the hidden states that are read, in this order: i is the input of layer i, L (of L layers) is
+            before the final norm, -1 after it; None: as the files are read, and so below.
+        d2t: the table's numbers are added to those of draft tokens (offset), or are the target's tokens (absolute).
+        window: positions that a query attends to, its own included, in layers that have a window (in all where none
+            has); 0: all.
+        rope: rotated numbers of a query are i and i + d / 2 (neox), or neighbours (interleaved).
+        rope_theta: base of the rotary embeddings.
+        rope_scaling: of the rotary embeddings: own, as in the drafter's config; target, as in the target's; none.
+    """
+
+    taps: Taps | None
+    d2t: Literal["offset", "absolute"] | None
+    window: Annotated[int, Whole(0)] | None
+    rope: Rope | None
+    rope_theta: Annotated[float, Number(0, above=True)] | None
+    rope_scaling: Scaling | None
+
+
+class EagleOptions(ReadingOptions, total=False):
+    """How the files of an EAGLE head are read.
+
+    Args:
+        norm_before_residual: whether the residual connection starts from the normed features.
+        norm_output: the LM head reads the normed state and the state before is fed back (plain), the normed one is
+            (feedback), or there is no norm (raw).
+        embedding: own or the target's.
+        lm_head: own or the target's.
+    """
+
+    norm_before_residual: bool | None
+    norm_output: NormOutput | None
+    embedding: Ends | None
+    lm_head: Ends | None
+
+
+class BlockOptions(ReadingOptions, total=False):
+    """How the files of a block drafter are read.
+
+    Args:
+        anchor: whether row i of a block predicts its "own" position (DFlash) or the "next" (DSpark).
+        causal: layers in which rows of a block attend to rows before them only: all, windows or none.
+    """
+
+    anchor: Literal["own", "next"] | None
+    causal: Literal["all", "windows", "none"] | None
+
+
+def plan_and_reading(options: Mapping[str, Any], declared: Any) -> tuple[TreePlan, dict[str, Any]]:
+    """Return the trees that options state, and by convention how the files are read; None where that is left to them.
+
+    Args:
+        options: as given.
+        declared: the TypedDict of all that the drafter has.
+
+    Raises:
+        ValueError: a wrong option of the trees.
+    """
+    trees = TreeOptions.__optional_keys__
+    plan = TreePlan.read(**{name: value for name, value in options.items() if name in trees})
+    return plan, {name: options.get(name) for name in declared.__optional_keys__ - trees}
