@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.results.old_names import read_summary
 
 BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_acceptance")
 """Figures that are lists, one value for each depth from 1."""
@@ -61,7 +62,7 @@ def left_behind(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not readable.
     """
-    return read_json(folder / "summary.json") or read_json(folder / "certificate.json") or {}
+    return read_summary(folder / "summary.json") or read_json(folder / "certificate.json") or {}
 
 
 def figure_rows(folder: Path) -> list[dict[str, Any]]:
