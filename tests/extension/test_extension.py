@@ -217,7 +217,7 @@ def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behi
     code, output, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
-    assert "bigram (point), careless FAILS: after [" in output
+    assert "FAILS: bigram (point), careless: after [" in output
 
 
 @pytest.mark.nightly
