@@ -406,7 +406,7 @@ def test_each_recipe_trains_from_the_command_line(quick_cli, name, tmp_path):
     assert summary["estimated_length"] == pytest.approx(first + first * second, abs=1e-3)
     assert 0 <= summary["measured_length"] <= 2
     assert (tmp_path / "swept" / "drafter" / "model.safetensors").exists()
-    assert "estimated" in output
+    assert "estimated" in output and "of memory beside the target" in " ".join(output.split())
 
 
 @pytest.mark.nightly
