@@ -206,11 +206,18 @@ def under_policy(config: DictConfig, part: str, proposer: Any, **live: Any) -> A
 def rebuilt(config: DictConfig, target: Any, options: Mapping[str, Any]) -> Any:
     """Build the proposer again, without a policy, with other values of its ``options``.
 
+    The files are those that it was built from before: hub names are not looked up again.
+
     Raises:
         ValueError: a value that it cannot have; names the option.
     """
+    from spec_lab.models.hub import cached_folder
+
     other = deepcopy(config)
     with open_dict(other):
+        path, revision = other.proposer.get("path"), other.proposer.get("revision")
+        if isinstance(path, str) and (folder := cached_folder(path, revision)) != path:
+            other.proposer.path, other.proposer.revision = folder, None
         for name, value in options.items():
             other.proposer[name] = value
     try:

@@ -171,13 +171,13 @@ def read_quantization(folder: Path) -> dict[str, Any] | None:
     return quantization
 
 
-def refuse_pickles(path: str, names: Iterable[str], converts: bool = True) -> None:
+def refuse_pickles(path: str, names: Iterable[str], converts: bool | None = True) -> None:
     """Refuse weights in files of ``torch.save`` alone.
 
     Args:
         path: the folder or hub name as given.
         names: of the files there.
-        converts: whether ``spec-lab convert`` knows the layout.
+        converts: whether ``spec-lab convert`` knows the layout; None: perhaps.
 
     Raises:
         ValueError: names one, and what writes its weights as safetensors.
@@ -185,7 +185,8 @@ def refuse_pickles(path: str, names: Iterable[str], converts: bool = True) -> No
     names = sorted(names)
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles and not any(name.endswith(".safetensors") or name == INDEX for name in names):
-        advice = f"spec-lab convert {path} OUT writes them as safetensors" if converts else "save them as safetensors"
+        convert = f"spec-lab convert {path} OUT writes them as safetensors"
+        advice = {True: convert, False: "save them as safetensors", None: f"{convert} if it knows the layout"}[converts]
         raise ValueError(
             f"{path} holds its weights in {pickles[0]}, which a run does not read because loading it may execute code: "
             f"{advice}"

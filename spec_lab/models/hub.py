@@ -189,7 +189,7 @@ def _refusal(path: str, name: str, revision: str | None, error: Exception) -> OS
             "download: run once without it, or name another cache by HF_HOME"
         )
     if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-        return OSError(f"{path} holds no {name}: give the hub name of a model written by save_pretrained")
+        return OSError(f"{path} holds no {name}: give the hub name of a model or drafter whose files lie at its top")
     return OSError(
         f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
         "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
@@ -209,6 +209,17 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFiles:
             files.fetch(name)
     checkpoint.check_files(files.folder)
     return files
+
+
+def cached_folder(path: str, revision: str | None = None) -> str:
+    """Return the folder of the hub's cache that a hub name was opened in last; nothing is asked of the hub.
+
+    Any other path is returned as it is. Arguments as of ``CheckpointFiles.open``.
+    """
+    if Path(path).exists() or not HUB_NAME.fullmatch(path):
+        return path
+    config = try_to_load_from_cache(path, CONFIG, revision=revision)
+    return str(Path(config).parent) if isinstance(config, str) else path
 
 
 def open_drafter(
@@ -242,7 +253,7 @@ def drafter_folder(path: str, revision: str | None = None) -> str:
         ValueError: weights in pickles only.
     """
     files = CheckpointFiles.open(path, revision)
-    checkpoint.refuse_pickles(path, files.at_top("*"))
+    checkpoint.refuse_pickles(path, files.at_top("*"), None)
     files.fetch_weights()
     files.fetch_all(files.at_top("calibration*.json"))
     return str(files.folder)

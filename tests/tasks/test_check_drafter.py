@@ -13,12 +13,15 @@ from rich.console import Console
 
 from spec_lab.analysis import report
 from spec_lab.cli.commands import drafter_check
+from spec_lab.core.faults import PartError, attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.reading import Convention, Reading
+from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.check_drafter import check
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, expected_steps, tau
@@ -29,7 +32,7 @@ from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import COLD, decode, draft_model, plain_logits, plain_probabilities, requests
-from tests.tiny import tiny_target
+from tests.tiny import CONTEXT, tiny_target
 
 WARM = Sampling(0.8)
 DEPTH = 3
@@ -48,9 +51,9 @@ def answers_of(target, sampling, new=12):
 # Along texts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sampling", "batch"), [(WARM, 2), (COLD, 3)])
-def test_figures_of_a_draft_model_are_those_of_plain_forwards_over_the_text(target, sampling, batch):
-    drafter, answers = draft_model("1x1x1"), answers_of(target, sampling)
+@pytest.mark.parametrize(("sampling", "batch", "temperature"), [(WARM, 2, None), (COLD, 3, None), (COLD, 3, 1.0)])
+def test_figures_of_a_draft_model_are_those_of_plain_forwards_over_the_text(target, sampling, batch, temperature):
+    drafter, answers = draft_model("1x1x1", temperature=temperature), answers_of(target, sampling)
     measured = predicted(target, drafter, answers, batch, sampling, DEPTH)
     warm = replace(sampling, temperature=sampling.temperature or 1.0)
     for answer, text in zip(answers, measured, strict=True):
@@ -64,7 +67,10 @@ def test_figures_of_a_draft_model_are_those_of_plain_forwards_over_the_text(targ
             p_logits, q_logits = plain_logits(target.lm.model, before), plain_logits(drafter.lm.model, before)
             p, q = p_logits.div(warm.temperature).softmax(-1), q_logits.div(warm.temperature).softmax(-1)
             agreed = p_logits.argmax() == q_logits.argmax()
-            accepted = min(1.0, float(q[token] / p[token])) if sampling.temperature else float(q.argmax() == token)
+            if sampling.temperature:
+                accepted = min(1.0, float(q[token] / p[token]))
+            else:  # p is one-hot
+                accepted = float(q[token]) if temperature else float(q.argmax() == token)
             assert text.agreed[position, depth] == float(agreed)
             np.testing.assert_allclose(text.alpha[position, depth], float(torch.minimum(p, q).sum()), rtol=1e-9)
             np.testing.assert_allclose(text.accepted[position, depth], accepted, rtol=1e-9)
@@ -84,6 +90,9 @@ PROPOSERS = {
     "draft model, deterministic": lambda target: draft_model("1x1x1", drawn="point"),
     "a tree": lambda target: draft_model("3x2x1", drawn="point"),
     "the target itself": lambda target: draft_model("1x1x1", lm=target.lm),
+    "the target itself, unsure": lambda target: DraftModel(
+        target.lm, CONTEXT, TreePlan(parse("1x1x1"), "point", confidence=0.04)
+    ),
     "n-gram": lambda target: Ngram(3, 2, 1),
     "repeat": lambda target: Repeat(2),
 }
@@ -227,6 +236,23 @@ def test_a_reading_that_cannot_be_built_is_shown_with_the_reason():
     assert chosen.changed == {"window": 8}
 
 
+def test_a_drafter_that_breaks_ends_the_check():
+    def measure(drafter, read):
+        with attributed("proposer", drafter):
+            return [text_of(np.full((3, 1), 1 / drafter.values["window"]))] * 4
+
+    with pytest.raises(PartError, match="'repeat' raised ZeroDivisionError"):
+        try_readings(Read(window=8), [Prompt("one", "text")], lab().target, lambda _: Read(window=0), measure)
+
+
+def test_the_levels_of_readings_and_combinations_add_up_to_those_of_all():
+    readings, found = tried({"taps": "c", "window": 8})
+    assert [len(reading.changed) for reading in readings] == [0, 1, 1, 1, 2]
+    errors = [(1 - reading.level) * max(1, 2 * len(reading.changed) - 2) for reading in readings[1:]]
+    assert sum(errors) == pytest.approx(0.025 + 0.0125) and found is readings[-1]
+    assert found.tau == tau(found.texts, found.level) and found.tau.low < tau(found.texts).low
+
+
 class WithTemplate:
     name_or_path = "toy"
     chat_template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
@@ -309,6 +335,15 @@ def test_a_check_names_the_best_reading_and_its_options(tmp_path):
         summary["readings"][1]["tau"]["mean"] - summary["readings"][0]["tau"]["mean"]
     )
     assert "Best reading" in report.write(tmp_path / "run").read_text()
+
+
+def test_readings_that_could_not_be_measured_are_named_with_the_reason(tmp_path):
+    def rebuild(changed):
+        raise ValueError(f"no {[*changed][0]}")
+
+    _, shown, _ = checked(tmp_path / "run", proposer=Read(), rebuild=rebuild)
+    assert "leave no other reading open" not in shown and "3 of 4 readings could not be measured: " in shown
+    assert "proposer.taps=b (no taps); proposer.taps=c (no taps); proposer.window=8 (no window)." in shown
 
 
 @pytest.mark.parametrize(("parts", "message"), [

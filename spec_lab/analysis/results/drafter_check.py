@@ -29,8 +29,8 @@ SUMMARY = {
 
 READINGS = (
     "Expected tau: tokens of a step on the target's own answers, verified losslessly; gain: the difference to the "
-    "reading in use, paired by prompt, with an interval that allows for the number of readings tried. Of other prompts "
-    "the target answers otherwise."
+    "reading in use, paired by prompt. Intervals of other readings allow for the number of readings and combinations "
+    "tried. Of other prompts the target answers otherwise."
 )
 DEPTHS = (
     "After the true tokens. Agreement: the likeliest tokens of target and draft are the same. alpha: sum min(p, q), "
@@ -87,12 +87,14 @@ def result(folder: Path) -> Result:
 def verdict(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines at the top: which reading is best and by how much, and what explains an expected tau."""
     readings = summary["readings"]
-    used, best, measured = readings[0], readings[summary["best"]], sum("tau" in reading for reading in readings)
+    used, best, failed = readings[0], readings[summary["best"]], [reading for reading in readings if "error" in reading]
     tau = interval(used["tau"])
-    if measured == 1:
+    if len(readings) == 1:
         lines = [f"Expected tau {tau}. The files and prompts leave no other reading open."]
+    elif len(failed) == len(readings) - 1:
+        lines = [f"Expected tau {tau}, of the reading in use."]
     elif best is used:
-        lines = [f"The reading in use is the best of {measured}: expected tau {tau}."]
+        lines = [f"The reading in use is the best of {len(readings) - len(failed)}: expected tau {tau}."]
     else:
         lines = [
             f"Best reading: {_options(best['changed'])} ({best['label']}): expected tau {interval(best['tau'])}, "
@@ -103,6 +105,9 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
             for number, reading in enumerate(readings)
             if number in summary["alike"] and "tau" in reading
         ]
+    if failed:
+        reasons = "; ".join(f"{_options(reading['changed'])} ({reading['error']})" for reading in failed)
+        lines.append(f"{len(failed)} of {len(readings)} readings could not be measured: {reasons}.")
     lines += [
         f"With {_options(reading['changed'])} ({reading['label']}) tau is {interval(reading['tau'])}, of other answers."
         for reading in readings

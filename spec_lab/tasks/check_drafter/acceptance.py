@@ -48,10 +48,10 @@ def totals(texts: Sequence[Predicted]) -> Totals:
     )
 
 
-def tau(texts: Sequence[Predicted]) -> Interval:
-    """Return the expected tokens of a step, with a 95 % interval over texts."""
+def tau(texts: Sequence[Predicted], level: float = 0.95) -> Interval:
+    """Return the expected tokens of a step, with an interval of this level over texts."""
     tokens, steps = totals(texts)
-    return cluster_interval(tokens, steps, np.arange(len(texts)))
+    return cluster_interval(tokens, steps, np.arange(len(texts)), level)
 
 
 def by_depth(texts: Sequence[Predicted], figure: str) -> list[float]:

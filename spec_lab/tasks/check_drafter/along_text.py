@@ -11,7 +11,8 @@ position of the text the drafter then observes what it would have observed while
   deterministic tokens of a plan, to know what they accept.
 
 Given the text x, which the target has sampled, token verification accepts the drafted x_t with probability
-``min(1, q(x_t) / p(x_t))``; a deterministic token if it is x_t. See ``replay.steps_along_texts``.
+``min(1, q(x_t) / p(x_t))``, which is q(x_t) at temperature 0, where p is one-hot; a deterministic token if it is x_t. See
+``replay.steps_along_texts``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Predicted:
         agreed: ``[n, K]`` whether the likeliest tokens of p and q are the same.
         alpha: ``[n, K]`` sum min(p, q), of the sampling's temperature; of temperature 1 where that is 0.
         accepted: ``[n, K]`` the probability that the text's token is accepted, once those before it are: by the
-            drafter's own tree where that has deterministic tokens, else by a chain.
+            drafter's own tree where that has deterministic tokens, else by a chain; NaN also where the plan's
+            ``confidence`` has ended the draft.
         confidence: ``[n, K]`` the largest probability of q at temperature 1; NaN without a q.
     """
 
@@ -184,13 +186,13 @@ class AlongText:
     def __init__(self, target: Target, proposer: Proposer, sampling: Sampling, depth: int, teaches: bool) -> None:
         self.target, self.proposer, self.sampling, self.depth = target, proposer, sampling, depth
         self.plan: ChainOfText | None = None
-        self.draft_sampling, self.deterministic = sampling, True
+        self.draft_sampling, self.deterministic, self.confidence = sampling, True, 0.0
         if teaches and isinstance(proposer, TreeProposer):
             plan = proposer.plan
             self.plan = ChainOfText(widths([1] * depth), temperature=plan.temperature)
             self.proposer = copy(proposer)  # it shares the network
             self.proposer.plan = self.plan
-            self.draft_sampling = plan.sampling(sampling)
+            self.draft_sampling, self.confidence = plan.sampling(sampling), plan.confidence
             self.deterministic = plan.drawn == "point" or self.draft_sampling.temperature == 0
 
     @torch.inference_mode()
@@ -205,6 +207,8 @@ class AlongText:
                 texts.append(self._computed(answer))
             for position in range(max(len(text.logits) for text in texts) - 1):
                 self._step([text for text in texts if position < len(text.logits) - 1], position)
+            for text in texts:
+                self._stop(text.figures)
         finally:
             for text in texts:
                 self.proposer.close(text.sequence.state)
@@ -276,6 +280,8 @@ class AlongText:
         likeliest = logits.argmax(-1)
         if self.deterministic:
             accepted = (likeliest == token[:, 0]).to(q.dtype)
+        elif self.sampling.temperature == 0:
+            accepted = q.gather(1, token)[:, 0]
         else:
             accepted = (q.gather(1, token) / p.gather(1, token).clamp_min(1e-30)).clamp_max(1.0)[:, 0]
         noted = torch.stack([
@@ -287,6 +293,11 @@ class AlongText:
         for number, text in enumerate(texts):
             for name, values in zip(FIGURES, noted, strict=True):
                 text.figures[name][position, depth] = values[number]
+
+    def _stop(self, figures: Mapping[str, np.ndarray]) -> None:
+        """End drafts after a token drawn with less than the plan's confidence (``stop_rules.Confidence``)."""
+        unsure = figures["confidence"][:, :-1] < self.confidence
+        figures["accepted"][:, 1:][np.logical_or.accumulate(unsure, axis=1)] = np.nan
 
     def _follow(self, texts: Sequence[_DraftedText], position: int, draft: Draft) -> None:
         """Note the figures of a drafted forest of deterministic tokens along the texts.

@@ -8,6 +8,7 @@ from typing import Any
 
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.analysis.metrics.paired import change
+from spec_lab.core.faults import PartError
 from spec_lab.core.reading import Reading
 from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
@@ -18,6 +19,8 @@ from spec_lab.text.prompts import Prompt
 
 PROMPTS = "prompts."
 """How the conventions of prompts begin, as the options of a run do."""
+ERROR = 0.05
+"""Probability that chance alone makes a reading help."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,8 @@ class TriedReading:
         reading: of the drafter.
         texts: what the drafter predicted under it; None where it could not be measured.
         error: why not.
-        gain: the expected tau minus that of the reading in use, paired by prompt, at the level of all comparisons.
+        gain: the expected tau minus that of the reading in use, paired by prompt.
+        level: of the intervals of gain and tau, which hold for all readings at once (``try_readings``).
     """
 
     changed: Mapping[str, Any]
@@ -39,6 +43,13 @@ class TriedReading:
     texts: Sequence[Predicted] | None = None
     error: str = ""
     gain: Interval | None = None
+    level: float = 1 - ERROR
+
+    @property
+    def tau(self) -> Interval:
+        """The expected tau along its texts, of which there are some."""
+        assert self.texts is not None
+        return tau(self.texts, self.level)
 
     @property
     def helps(self) -> bool:
@@ -56,7 +67,7 @@ class TriedReading:
         if self.texts is None:
             return facts | {"error": self.error}
         return facts | {
-            "tau": tau(self.texts)._asdict(),
+            "tau": self.tau._asdict(),
             "gain": None if self.gain is None else self.gain._asdict(),
             "agreed": by_depth(self.texts, "agreed"),
             "alpha": by_depth(self.texts, "alpha"),
@@ -80,6 +91,13 @@ def try_readings(
     are worse than the reading in use. Of readings that cannot be told apart by tau the one with the largest alpha is
     taken, which varies less.
 
+    Chance explains a gain unless its interval, at the level of all readings, excludes it: the probabilities of an error
+    add up to ``ERROR`` at most (Bonferroni). Readings alone share one half of it, and the first round of combinations
+    half of the rest, the second half of what is then left, and so on, each divided by the comparisons of the round; a
+    combination is compared with the reading in use and with the best so far. Where nothing can be combined, readings
+    alone share all of it. The best reading's intervals are at its round's level, so that they hold although the same
+    texts chose it.
+
     Args:
         proposer: as it is read.
         prompts: of the run.
@@ -95,30 +113,40 @@ def try_readings(
     tick()
     others = proposer.reading.others if build is not None else []
     variants = prompt_variants(prompts, target)
-    level = 1 - 0.05 / max(1, len(others) + len(variants))
+    left = ERROR / 2 if len({convention for convention, *_ in others}) > 1 else 0.0
+    level = 1 - (ERROR - left) / max(1, len(others) + len(variants))
 
-    def measured(changed: Mapping[str, Any], label: str, prompts: Sequence[Prompt] | None = None) -> TriedReading:
+    def measured(
+        changed: Mapping[str, Any], label: str, level: float, prompts: Sequence[Prompt] | None = None
+    ) -> TriedReading:
         try:
             other = proposer if prompts is not None or build is None else build(changed)
             texts = measure(other, prompts)
+        except PartError:  # not a reading that the drafter refuses
+            raise
         except ValueError as error:
             return TriedReading(changed, label, error=str(error))
         finally:
             tick()
-        return TriedReading(changed, label, other.reading, texts, gain=_gain(used, texts, level))
+        return TriedReading(changed, label, other.reading, texts, gain=_gain(used, texts, level), level=level)
 
-    alone = [measured({convention: value}, label) for convention, label, value in others]
+    alone = [measured({convention: value}, label, level) for convention, label, value in others]
     tried, best, candidates = [used, *alone], used, alone
-    while better := [other for other in candidates if other.texts and _gain(best, other.texts, level).low > 0]:
+    while better := [other for other in candidates if other.texts and _gain(best, other.texts, other.level).low > 0]:
         leader = max(better, key=_mean_gain)
         best = max(alike(leader, better), key=lambda other: mean_alpha(other.texts or ()))
-        candidates = [
-            measured({**best.changed, **other.changed}, f"{best.label}; {other.label}")
+        added = [
+            other
             for other in alone
             if other.gain is not None and other.gain.high > 0 and not other.changed.keys() & best.changed.keys()
         ]
+        left /= 2
+        round_level = 1 - left / max(1, 2 * len(added))
+        candidates = [
+            measured({**best.changed, **other.changed}, f"{best.label}; {other.label}", round_level) for other in added
+        ]
         tried += candidates
-    tried += [measured(changed, label, read) for changed, label, read in variants]
+    tried += [measured(changed, label, level, read) for changed, label, read in variants]
     return tried, best
 
 

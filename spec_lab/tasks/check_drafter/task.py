@@ -14,7 +14,7 @@ from spec_lab.core.progress import Progress
 from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.propose import Null
-from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, tau
+from spec_lab.tasks.check_drafter.acceptance import by_range, calibration
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, follows_tree, predicted
 from spec_lab.tasks.check_drafter.readings import TriedReading, alike, try_readings
 from spec_lab.tasks.lab import Lab, Settings
@@ -118,7 +118,7 @@ def summarise(
         "trained_context": trained,
         "reading": used.reading.values,
         "best_reading": best.reading.values,
-        "gain": 0.0 if best is used else tau(shown).mean - tau(used.texts).mean,
+        "gain": best.tau.mean - used.tau.mean,
         "best": tried.index(best),
         "alike": [
             tried.index(other)
@@ -145,16 +145,14 @@ def explained(expect: float, tried: Sequence[TriedReading], best: TriedReading) 
         tried: all readings, that in use first.
         best: of the drafter.
     """
-    assert tried[0].texts is not None
-    used = tau(tried[0].texts)
+    used = tried[0].tau
     if used.low <= expect <= used.high:
         return {"value": expect, "by": "sampling", "changed": {}, "whole": True}
     reasons = [("reading", best)] if best is not tried[0] else []
     reasons += [("prompts", reading) for reading in tried if reading.of_prompts and reading.texts is not None]
     nearer: list[tuple[float, str, TriedReading]] = []
     for by, reading in reasons:
-        assert reading.texts is not None
-        mean, low, high = tau(reading.texts)
+        mean, low, high = reading.tau
         if low <= expect <= high:
             return {"value": expect, "by": by, "changed": dict(reading.changed), "whole": True}
         if reading.gain is not None and (reading.gain.low > 0 or reading.gain.high < 0):
