@@ -214,7 +214,7 @@ def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFiles:
 def cached_folder(path: str, revision: str | None = None) -> str:
     """Return the folder of the hub's cache that a hub name was opened in last; nothing is asked of the hub.
 
-    Any other path is returned as it is. Arguments as of ``CheckpointFiles.open``.
+    Any other path is returned as it is. Arguments as in ``CheckpointFiles.open``.
     """
     if Path(path).exists() or not HUB_NAME.fullmatch(path):
         return path

@@ -6,9 +6,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import spec_lab.cli.main  # noqa: F401  registers the resolvers of configs
+from spec_lab.cli.build import build, rebuilt
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.drafter_paths import check_drafters
 from spec_lab.core.options import WrongOption
+from spec_lab.models.hub import cached_folder
+from spec_lab.models.target import Target
 from tests.checkpoints import checkpoint, zoo
 from tests.drafters.block_drafters import dflash
 from tests.drafters.eagle_heads import eagle3, speculators, written
@@ -60,6 +63,20 @@ def test_a_drafter_of_another_target_is_refused_by_its_config_alone(hub, tiny, t
     with pytest.raises(ValueError, match=rf"^proposer\.path=some/head: its config\.json has .*{message}"):
         check(tiny, proposer, "proposer.path=some/head")
     assert hub.downloads() == ["config.json"]
+
+
+def test_another_reading_of_a_drafter_is_built_without_the_hub(hub, tmp_path):
+    folder = zoo(tmp_path / "zoo")
+    commit = hub.add("some/head", folder / "eagle3", revision="v1")
+    target = Target.load(str(folder / "target"), dtype="float32")
+    with initialize_config_dir(conf(), version_base="1.3"):
+        options = ["proposer=eagle", "proposer.path=some/head", "proposer.revision=v1", "proposer.depth=1"]
+        config = compose("config", [*options, "proposer.nodes=null", "proposer.rerank=false", "output_dir=out"])
+    first = build(config, "proposer", target=target)
+    hub.requests.clear()
+    other = rebuilt(config, target, {"rope": "interleaved"})
+    assert hub.requests == [] and other.sha256 == first.sha256 and cached_folder("some/head", "v1").endswith(commit)
+    assert (first.reading.values["rope"], other.reading.values["rope"]) == ("neox", "interleaved")
 
 
 def test_a_draft_model_has_the_targets_number_of_tokens_or_its_tokens_are_intersected(hub, tiny, tmp_path):

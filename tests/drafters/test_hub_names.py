@@ -77,6 +77,8 @@ def test_pickles_of_the_hub_name_the_command_that_converts_them(hub, tiny, targe
     hub.files["some/pickles", "main"] = {"config.json": b"{}"} | files
     with pytest.raises(ValueError, match=r"some/pickles holds its weights in .*spec-lab convert some/pickles OUT"):
         Medusa.load(target, "some/pickles")
+    with pytest.raises(ValueError, match=r"OUT writes them as safetensors if it knows the layout"):
+        BlockDrafter.load(target, "some/pickles", depth=2)
     assert hub.downloads() == ["config.json"]
 
 

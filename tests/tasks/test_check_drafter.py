@@ -339,7 +339,7 @@ def test_a_check_names_the_best_reading_and_its_options(tmp_path):
 
 def test_readings_that_could_not_be_measured_are_named_with_the_reason(tmp_path):
     def rebuild(changed):
-        raise ValueError(f"no {[*changed][0]}")
+        raise ValueError(f"no {next(iter(changed))}")
 
     _, shown, _ = checked(tmp_path / "run", proposer=Read(), rebuild=rebuild)
     assert "leave no other reading open" not in shown and "3 of 4 readings could not be measured: " in shown

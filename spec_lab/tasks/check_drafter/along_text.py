@@ -11,8 +11,8 @@ position of the text the drafter then observes what it would have observed while
   deterministic tokens of a plan, to know what they accept.
 
 Given the text x, which the target has sampled, token verification accepts the drafted x_t with probability
-``min(1, q(x_t) / p(x_t))``, which is q(x_t) at temperature 0, where p is one-hot; a deterministic token if it is x_t. See
-``replay.steps_along_texts``.
+``min(1, q(x_t) / p(x_t))``, which is q(x_t) at temperature 0, where p is one-hot; a deterministic token if it is x_t.
+See ``replay.steps_along_texts``.
 """
 
 from __future__ import annotations
