@@ -1,4 +1,4 @@
-"""What the studies' scripts share: a sweep's table, paired comparisons, plots, and tables in Markdown.
+"""Common parts of the studies' scripts: a sweep's table, paired comparisons, plots, and tables in Markdown.
 
 Every study's ``figure.py`` reads the files of its runs and writes ``results.csv``, a PNG and the table of its README.
 """
@@ -415,7 +415,7 @@ def baseline_share(runs: Path) -> str:
 
 
 NO_SHARE = "The baseline's share of its machine's memory roofline was not measured in these runs."
-"""Of runs of older versions."""
+"""Note on runs of older versions."""
 
 
 def kept(table: pd.DataFrame, *keys: str, more: Sequence[str] = ()) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What the scripts that measure drafters share: their options, arms, and sweeps of spec_lab's command line."""
+"""Common parts of the scripts that measure drafters: their options, arms, and sweeps of spec_lab's command line."""
 
 from __future__ import annotations
 

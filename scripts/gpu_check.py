@@ -167,7 +167,7 @@ class Check:
 
 
 def command(part: Part) -> list[str]:
-    """What starts a part; its arguments follow."""
+    """Return the command that starts a part; its arguments follow."""
     return [sys.executable, "-X", "faulthandler", "-m", f"experiments.gpu.check.{part.name}"]
 
 

@@ -1,4 +1,4 @@
-"""What the documents of this repository say: links, headings, commands and names of options."""
+"""Contents of this repository's documents: links, headings, commands and names of options."""
 
 import re
 import shlex

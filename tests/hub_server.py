@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 @dataclass
 class Hub:
-    """What the hub holds and was asked for.
+    """Files of the hub, and the requests it received.
 
     Args:
         files: of each revision (a branch) of each repository.

@@ -20,7 +20,7 @@ from scripts import gpu_check
 
 ROOT = Path(__file__).parents[1]
 NOT_THERE = ("wandb", "matplotlib", "hydra", "omegaconf")
-"""What the parts do not import."""
+"""Packages that the parts do not import."""
 
 
 def read(folder):

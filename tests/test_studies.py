@@ -131,7 +131,7 @@ def trained(folder, number, write, texts):
 
 
 def drafters(tiny_zoo):
-    """What the commands read: trained drafters, EAGLE heads after two lengths of training, a corpus."""
+    """Files that the commands read: trained drafters, EAGLE heads after two lengths of training, a corpus."""
     target = Target.load(str(tiny_zoo / "target"), dtype="float32")
     recipes = {"hydra": HydraRecipe(heads=2), "draft": DraftRecipe(hidden_size=16, layers=1, heads=2)}
     for name, recipe in recipes.items():

@@ -70,7 +70,7 @@ def test_held_out_modules_and_topics_are_not_trained_on(training, holdout):
 
 @pytest.mark.nightly
 def test_hashes_of_the_held_out_list_match_what_is_installed(holdout):
-    """Of the modules that this interpreter has, most are those that were hashed (text varies with versions)."""
+    """Most of this interpreter's modules are those that were hashed (text varies with versions)."""
     installed = dict(corpus.modules("stdlib", only=holdout["modules"]))
     same = [s for s, text in installed.items() if corpus.sha256(text) == holdout["modules"][s]]
     assert len(same) >= len(installed) // 2

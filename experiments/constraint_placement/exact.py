@@ -72,7 +72,7 @@ class Layout:
         return [*parts, (True, self.line(depth) + "}")]
 
     def array(self, schema: dict[str, Any], depth: int) -> Parts:
-        """Of as many items as the schema asks for, or more."""
+        """Return an array of as many items as the schema asks for, or more."""
         least = schema.get("minItems", 0)
         parts = self.some(self.value(schema["items"], depth + 1), max(least, 1), depth, "[]", schema.get("maxItems"))
         return parts if least else [(False, either([[(True, "[]")], parts]))]

@@ -33,8 +33,8 @@ from spec_lab.tasks.lab import Lab, Loop, Settings, requests_of
 from spec_lab.verify import Match
 
 HERE = Path(__file__).resolve().parent
-PLACES = (("none", False), ("draft", False), ("target", False), ("both", False), ("target", True), ("both", True))
-"""What the masks apply to, and whether forced tokens are appended at once."""
+PLACEMENTS = (("none", False), ("draft", False), ("target", False), ("both", False), ("target", True), ("both", True))
+"""Distributions that the masks apply to, and whether forced tokens are appended at once."""
 WORKLOADS = {
     "records": ("JSON of a schema, white space free", ["constraint=records", "constraint.lines=false", "prompts=json"]),
     "records_exact": ("the same records as json.dumps lays them out", ["constraint=records_exact", "prompts=json"]),
@@ -80,7 +80,7 @@ class Way:
 
 def ways(temperature: int) -> list[Way]:
     """All ways that are measured at a temperature."""
-    drafted = [Way(name, *at) for name in TEMPERATURES[temperature] for at in PLACES]
+    drafted = [Way(name, *at) for name in TEMPERATURES[temperature] for at in PLACEMENTS]
     return [*drafted, Way(NULL, "none"), Way(NULL, "target"), Way(NULL, "target", True)]
 
 
@@ -255,7 +255,7 @@ def draw(table: pd.DataFrame) -> Figure:
     for line, workload in zip(grid, workloads, strict=True):
         for axes, (column, hollow, title) in zip(line, PANELS, strict=True):
             for number, name in enumerate(names):
-                for down, placement in enumerate(PLACES):
+                for down, placement in enumerate(PLACEMENTS):
                     row = _row(table, workload, name, placement)
                     if row is None or (column != PANELS[0][0] and name == NULL):
                         continue
@@ -264,11 +264,11 @@ def draw(table: pd.DataFrame) -> Figure:
                     _point(axes, row, column, height, {"color": colour[name], "label": known})
                     if hollow and np.isfinite(row[hollow]):
                         _point(axes, row, hollow, height, {"color": colour[name], "markerfacecolor": "white"})
-            for border in range(1, len(PLACES)):
+            for border in range(1, len(PLACEMENTS)):
                 axes.axhline(border - 0.5, color="#d0d0d0", linewidth=0.8)
             axes.set_xlabel(title)
-            axes.set_yticks(range(len(PLACES)), [place_name(*placement) for placement in PLACES])
-            axes.set_ylim(len(PLACES) - 0.5, -0.5)
+            axes.set_yticks(range(len(PLACEMENTS)), [place_name(*placement) for placement in PLACEMENTS])
+            axes.set_ylim(len(PLACEMENTS) - 0.5, -0.5)
             axes.set_xlim(0, None if column in (PANELS[0][0], "tau", "mask_share") else 1.04)
             axes.grid(axis="y", visible=False)
             if column == PANELS[0][0]:
@@ -328,7 +328,7 @@ def written(table: pd.DataFrame) -> str:
             f"**{workload}**: {WORKLOADS[workload][0]}; temperature {temperature}, {rows['requests'].iloc[0]} prompts.",
             lines(
                 [
-                    ["mean of per-prompt speed-ups", *(place_name(*placement) for placement in PLACES)],
+                    ["mean of per-prompt speed-ups", *(place_name(*placement) for placement in PLACEMENTS)],
                     *(_speeds(rows, workload, n) for n in names),
                 ]
             ),
@@ -338,7 +338,7 @@ def written(table: pd.DataFrame) -> str:
 
 
 def _speeds(table: pd.DataFrame, workload: str, name: str) -> list[str]:
-    cells = [shown(_row(table, workload, name, placement), "speedup_mean_of_groups") for placement in PLACES]
+    cells = [shown(_row(table, workload, name, placement), "speedup_mean_of_groups") for placement in PLACEMENTS]
     return [(PROPOSERS | {NULL: "no draft"})[name], *cells]
 
 

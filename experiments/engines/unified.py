@@ -1,4 +1,4 @@
-"""What does a KV cache that all sequences share cost? python -m experiments.engines.unified
+"""Measures the cost of a KV cache that all sequences share: python -m experiments.engines.unified
 
 Draft trees require llama.cpp's unified KV cache, in which a token's attention reads the cells of all sequences of a
 batch and masks those of others; autoregressive decoding could give each sequence cells of its own. For each batch size

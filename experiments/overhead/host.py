@@ -1,4 +1,4 @@
-"""What does a step cost outside the calls of modules? python experiments/overhead/host.py --nodes 16
+"""Measures a step's cost outside the calls of modules: python experiments/overhead/host.py --nodes 16
 
 Greedy, batch 1: the engine's baseline, and Medusa's heads with their likeliest tree. Printed are medians over steps, in
 milliseconds, after the first step of each prompt: the time of each phase without the calls of target and heads, the

@@ -27,7 +27,7 @@ import pandas as pd
 WAYS = ("all", "some", "burst", "stop")
 
 OPTIONS = ("proposer=medusa", "proposer.tree=2x1", "max_new_tokens=64", "verbose=false", "record=none")
-"""Of each benchmark: the bundled model, with a tree that no measurement chooses."""
+"""Options of each benchmark: the bundled model, with a tree that no measurement chooses."""
 
 
 def busy(count: int) -> list[subprocess.Popen[bytes]]:

@@ -1,4 +1,4 @@
-"""What the card states of the EAGLE-3 head and the Hydra heads: what they are, and their acceptance by position."""
+"""Statements of the card on the EAGLE-3 head and the Hydra heads: what they are, and their acceptance by position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {"eagle3": "EAGLE-3", "hydra": "Hydra"}
 
 
 Measure = tuple[tuple[int, ...], Objective]
-"""What a drafter reads, numbers of hidden states, and its loss, which measures acceptance."""
+"""Numbers of the hidden states that a drafter reads, and its loss, which measures acceptance."""
 
 
 def objectives(target: Target, zoo: Path) -> dict[str, Measure]:

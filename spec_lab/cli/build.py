@@ -73,8 +73,8 @@ def task(config: DictConfig) -> Any:
         made = instantiate(named, _partial_=True)
         inspect.signature(made.func).bind(None, None, None, **made.keywords)
     except (Exception, SystemExit) as error:
-        said = fault(error, str(named["_target_"]))
-        raise Refused(f"spec_lab: {'task.' if said.startswith('_target_=') else 'task: '}{said}") from error
+        message = fault(error, str(named["_target_"]))
+        raise Refused(f"spec_lab: {'task.' if message.startswith('_target_=') else 'task: '}{message}") from error
     return made
 
 

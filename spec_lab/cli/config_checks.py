@@ -76,16 +76,16 @@ def check_options(config: DictConfig) -> None:
     """
     options = top_level_options()
     for key in map(str, config):
-        if said := renamed(key):
-            raise Refused(f"spec_lab: {said}")
+        if message := renamed(key):
+            raise Refused(f"spec_lab: {message}")
         if key not in options:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
     for group in ("constraint", "task", "policy"):
         for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
-            if said := renamed(f"{group}.{key}"):
-                raise Refused(f"spec_lab: {said}")
+            if message := renamed(f"{group}.{key}"):
+                raise Refused(f"spec_lab: {message}")
     try:
         check_values(config, options)
     except WrongOption as error:

@@ -52,13 +52,13 @@ def alone(config: DictConfig) -> None:
     except (Refused, OSError, ValueError, run_state.Locked, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
-        said = without_values(config, reason(error))
-        if isinstance(error, Refused) and said == str(error):
+        message = without_values(config, reason(error))
+        if isinstance(error, Refused) and message == str(error):
             raise
-        said = said.removeprefix("spec_lab: ")
+        message = message.removeprefix("spec_lab: ")
         if of_a_part(error):
-            said += ". Set HYDRA_FULL_ERROR=1 to see the traceback"
-        raise Refused(f"spec_lab: {said}") from (None if isinstance(error, OmegaConfBaseException) else error)
+            message += ". Set HYDRA_FULL_ERROR=1 to see the traceback"
+        raise Refused(f"spec_lab: {message}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
 
@@ -92,15 +92,15 @@ def run_of_sweep(config: DictConfig) -> None:
             except Exception as error:
                 if interrupt.interrupted():
                     raise KeyboardInterrupt from None
-                said = without_values(config, reason(error).removeprefix("spec_lab: "))
+                message = without_values(config, reason(error).removeprefix("spec_lab: "))
                 if done:  # with another configuration: its files stay
-                    raise Refused(f"spec_lab: {sweep.which_run(out)}: {said}") from error
+                    raise Refused(f"spec_lab: {sweep.which_run(out)}: {message}") from error
                 try:
                     hide = partial(without_values, config)
-                    run_state.fail(out, overrides, error, said, time.perf_counter() - began, hide)
+                    run_state.fail(out, overrides, error, message, time.perf_counter() - began, hide)
                 except OSError as full:
-                    said += f"; the failure could not be recorded in {out} ({full.strerror})"
-                return say(f"failed: {said}")
+                    message += f"; the failure could not be recorded in {out} ({full.strerror})"
+                return say(f"failed: {message}")
             if code == run_state.INTERRUPTED:
                 sys.exit(code)
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))

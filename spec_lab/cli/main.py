@@ -91,8 +91,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
         option, equals, _ = argument.partition("=")
         if argument.startswith("-"):
             continue
-        if said := renamed(option.lstrip("+~").rpartition("@")[2]):
-            raise ValueError(said)
+        if message := renamed(option.lstrip("+~").rpartition("@")[2]):
+            raise ValueError(message)
         if not equals:
             continue
         if not option.lstrip("+~").partition("@")[0]:
@@ -100,9 +100,9 @@ def check_overrides(arguments: Sequence[str]) -> None:
         try:
             read = OverridesParser.create().parse_rule(argument, "override")
         except HydraException as error:
-            said = str(error).splitlines()[0] if str(error) else "it does not parse"
+            message = str(error).splitlines()[0] if str(error) else "it does not parse"
             raise ValueError(
-                f"{argument} is not readable ({said}): quote the value, as in '{option}=\"...\"'"
+                f"{argument} is not readable ({message}): quote the value, as in '{option}=\"...\"'"
             ) from error
         try:
             swept = islice(read.sweep_iterator(), 1000) if read.is_discrete_sweep() else [read.value()]

@@ -18,9 +18,9 @@ def reason(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
     if isinstance(error, InterpolationResolutionError):  # of several lines; the first one says what is wrong
-        named, said = f"{error.full_key}: " * bool(error.full_key), str(error).partition("\n")[0]
-        said = said.rpartition("raised while resolving interpolation: ")[2]
-        return visible(f"{named}{said}: correct the value, or what it refers to")
+        named, message = f"{error.full_key}: " * bool(error.full_key), str(error).partition("\n")[0]
+        message = message.rpartition("raised while resolving interpolation: ")[2]
+        return visible(f"{named}{message}: correct the value, or what it refers to")
     if isinstance(error, ModuleNotFoundError) and isinstance(error.__cause__, Exception):
         # transformers imports lazily and reports every error inside such an import as a missing module: also that of
         # a signal which a launcher handles by raising.

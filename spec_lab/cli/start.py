@@ -112,8 +112,8 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
     sampling = of_checkpoint(sampling, target)
-    if said := plain_text(config, prompts, target):
-        LOG.warning("%s", said)
+    if message := plain_text(config, prompts, target):
+        LOG.warning("%s", message)
     LOG.info("Loading proposer")
     proposer = under_policy(begun, "policy", build(begun, "proposer", target=target), target=target)
     arms = build_each(begun, "arms", target=target)
@@ -145,7 +145,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
             return int(work(lab, settings, shown))
     except WrongOption as error:  # of the task, which checks its options with the parts
         of_task = re.match(r"\w*", str(error))[0] in config.task  # type: ignore[index]
-        said = qualified(reason(error), "task", config.task) if of_task else reason(error)
-        raise Refused(f"spec_lab: {said}") from error
+        message = qualified(reason(error), "task", config.task) if of_task else reason(error)
+        raise Refused(f"spec_lab: {message}") from error
     finally:
         torch.set_num_threads(threads)

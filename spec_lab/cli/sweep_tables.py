@@ -42,8 +42,8 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     shown = [run for run in runs if every or run.state != "done" or run.code]
     show_table("", state_table(shown, sweeps.run_labels(runs)), console)
     count = {state: sum(run.state == state for run in runs) for state in ("done", "running", "failed", "pending")}
-    said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
-    say(console, f"{folder}: {said or 'no runs'}", wrap=False)
+    counts = ", ".join(f"{number} {state}" for state, number in count.items() if number)
+    say(console, f"{folder}: {counts or 'no runs'}", wrap=False)
     for name, values in sweep.mixed(runs).items():
         console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
     if count["pending"]:

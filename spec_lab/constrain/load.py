@@ -137,16 +137,16 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
     try:
         function = resolve_name(f"{module}:{name}")
     except (Exception, SystemExit) as error:
-        said = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
-        raise WrongOption(f"make={make} cannot be imported: {said}{location(error, module, skip=1)}") from error
+        message = str(error) if isinstance(error, ImportError | AttributeError) else described(error)
+        raise WrongOption(f"make={make} cannot be imported: {message}{location(error, module, skip=1)}") from error
     try:
         made: Any = function(vocabulary, **(options or {}))
     except (Exception, SystemExit) as error:
         where = location(error, module, skip=1)  # of the call itself: it cannot be called so
-        said = (
+        message = (
             f"raised {described(error)}{where}" if where else f"cannot be called with (vocabulary, **options): {error}"
         )
-        raise WrongOption(f"make={make} {said}") from error
+        raise WrongOption(f"make={make} {message}") from error
     if not callable(made) and not isinstance(made, Constraint):
         raise WrongOption(
             f"make={make} returned {brief_repr(made)}: it must return a Constraint (derive its class from it), or a "

@@ -307,13 +307,13 @@ def words(hint: Any, column: int = 1) -> str:
         column: 0: as the reference writes it, such as "int from 1 to 64 or null"; 1: as messages do; 2: as messages
             name several.
     """
-    said: list[str] = []
+    alternatives: list[str] = []
     for alternative in _alternatives(hint):
         kind, arguments, bounds = _parts(alternative)
         names = arguments if kind is Literal else next((b.names for b in bounds if isinstance(b, OneOf)), None)
         forms = [bound.words for bound in bounds if isinstance(bound, Form)]
         if (names is not None and not column) or (forms and column):
-            said += map(str, names or forms)
+            alternatives += map(str, names or forms)
             continue
         if names is not None:
             text = f"one of {', '.join(map(str, names))}"
@@ -328,10 +328,10 @@ def words(hint: Any, column: int = 1) -> str:
             text += f" of names to {element}" * bool(element)
         else:
             continue
-        said.append(
+        alternatives.append(
             " ".join((text, *(str(bound) for bound in bounds if not isinstance(bound, OneOf | Form | DrafterPath))))
         )
-    *first, last = dict.fromkeys(said) or [""]
+    *first, last = dict.fromkeys(alternatives) or [""]
     if column and last == "null" and len(first) == 1 and first[0].startswith("one of "):
         return f"{first[0]}, null"
     comma = "," * any(" or " in text or "," in text for text in first)
@@ -346,16 +346,16 @@ def bounds(hint: Any, meaning: str, chosen: str = "") -> str:
         meaning: beside which they stand; names that it explains are not listed.
         chosen: of a table's names, among which this one is; they are not listed.
     """
-    said = []
+    texts = []
     for alternative in _alternatives(hint):
         kind, arguments, stated = _parts(alternative)
         listed = next((bound.names for bound in stated if isinstance(bound, OneOf) and chosen not in bound.names), ())
         names = arguments if kind is Literal else listed
-        said += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
-        said += [
+        texts += [", ".join(map(str, names))] * any(str(name) not in meaning for name in names)
+        texts += [
             str(bound) for bound in stated if not isinstance(bound, OneOf | Form | DrafterPath) and bound not in PLAIN
         ]
-    return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(said))
+    return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(texts))
 
 
 def accept(name: str, value: Any, hint: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.core.memory import available
+from spec_lab.core.device_memory import available
 from spec_lab.models.packed import PackedLinear, dense_copy
 from spec_lab.runners.layer_ranges import find_layers
 from spec_lab.runners.model_work import parameters_of
@@ -123,11 +123,11 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
     return tuple(
         (name, type(module).__name__, *sorted(
             (key, value) for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and key not in PLACES
+            if isinstance(value, bool | int | float | str) and key not in IGNORED_ATTRIBUTES
         ))
         for name, module in layer.named_modules()
     )  # fmt: skip
 
 
-PLACES = {"layer_idx", "layer_id", "layer_number", "training"}
+IGNORED_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "training"}
 """Attributes in which modules of transformers keep the number of their layer, or what does not matter here."""

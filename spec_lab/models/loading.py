@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from spec_lab.core import memory
+from spec_lab.core import device_memory
 from spec_lab.models import checkpoint, ranks
 from spec_lab.models import tensor_parallel as parallel
 from spec_lab.models.checkpoint import weight_files, weights_hash
@@ -98,10 +98,10 @@ def load_model(
         if checked.quantization is None:
             # Weights are read to a GPU tensor by tensor; without accelerate on the CPU, and copied from there.
             for memory_device in {where} if _reads_directly(where, None) else {torch.device("cpu"), where}:
-                room = memory.available(memory_device)
+                room = device_memory.available(memory_device)
                 check_weights_fit(path, checked.model, dtype, memory_device, room, stays=memory_device == where)
         elif not checked.config.multimodal:  # whose files hold more than the text part
-            files, room = weight_files(checked.folder), memory.available(where)
+            files, room = weight_files(checked.folder), device_memory.available(where)
             check_quantized_fit(path, checked.model, checked.quantization, DTYPES[dtype], files, where, room)
         model = _fill(path, checked, dtype, where=where).to(where)
     tokenizer, stops = read_texts(path, checked)

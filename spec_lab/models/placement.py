@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.distributed import DistributedConfig
 
-from spec_lab.core.memory import readable
+from spec_lab.core.device_memory import readable
 from spec_lab.core.options import one_of
 from spec_lab.models import ranks
 from spec_lab.models.packed import packed_dtypes

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from torch import nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
-from spec_lab.core.memory import readable
+from spec_lab.core.device_memory import readable
 from spec_lab.core.options import brief, one_of
 from spec_lab.models.support import Unsupported
 

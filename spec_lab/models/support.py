@@ -108,7 +108,7 @@ PAIRS = (
 )  # fmt: skip
 """Options of a target that do not go together."""
 
-PLACES = ("device", "device_map", "tensor_parallel")
+PLACEMENT = ("device", "device_map", "tensor_parallel")
 """Options of a target of which each decides where the model is placed."""
 
 
@@ -116,7 +116,7 @@ def refuse_pairs(options: Mapping[str, bool]) -> None:
     """Refuse options of a target that do not go together.
 
     Args:
-        options: whether each of those in ``PAIRS`` and ``PLACES`` is set.
+        options: whether each of those in ``PAIRS`` and ``PLACEMENT`` is set.
 
     Raises:
         ValueError: names both.
@@ -124,7 +124,7 @@ def refuse_pairs(options: Mapping[str, bool]) -> None:
     for name, other in PAIRS:
         if options[name] and options[other]:
             raise ValueError(f"target.{name} does not support target.{other}: set only one of them")
-    if len(both := [f"target.{name}" for name in PLACES if options[name]]) > 1:
+    if len(both := [f"target.{name}" for name in PLACEMENT if options[name]]) > 1:
         raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
 
 

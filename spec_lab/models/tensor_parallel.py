@@ -224,10 +224,10 @@ class Link:
             try:
                 dist.barrier(self.failed)
             except RuntimeError:
-                said = " ".join(str(error).split()) or type(error).__name__
-                if rank() and isinstance(error, RuntimeError) and "by peer" in said:
+                message = " ".join(str(error).split()) or type(error).__name__
+                if rank() and isinstance(error, RuntimeError) and "by peer" in message:
                     sys.exit(1)  # gloo lost another rank, which has printed why it ended
-                raise SystemExit(f"spec_lab: rank {rank()}, and not every rank, failed: {said}") from error
+                raise SystemExit(f"spec_lab: rank {rank()}, and not every rank, failed: {message}") from error
             self.in_step = True
             raise
         else:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from spec_lab.core.memory import available, readable
+from spec_lab.core.device_memory import available, readable
 
 FACTOR = 20
 """Bytes of memory for each byte of the table: float64 in place of float32, and the arrays of a verifier or a bound.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 
-from spec_lab.results.parts import TableParts
 from spec_lab.results.schema import REPLAY
+from spec_lab.results.table_parts import TableParts
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 

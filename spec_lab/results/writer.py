@@ -1,8 +1,8 @@
 """A run's rows: three tables, written group by group, so that a killed run keeps every finished group.
 
 While a group is decoded, only its ``StepInfo`` objects are kept; rows are built after the clock has stopped. A group's
-rows are one part of each table (see ``parts``). The requests are written last: a group is finished if and only if its
-requests are on disk. At the end the parts are gathered into ``forwards.parquet``, ``steps.parquet`` and
+rows are one part of each table (see ``table_parts``). The requests are written last: a group is finished if and only if
+its requests are on disk. At the end the parts are gathered into ``forwards.parquet``, ``steps.parquet`` and
 ``requests.parquet``. ``schema`` defines the columns. Metrics are computed from these rows only.
 """
 
@@ -21,9 +21,9 @@ import pyarrow as pa
 from spec_lab.core.request import BROKEN, Request, without_name
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import StepInfo
-from spec_lab.results import parts
-from spec_lab.results.parts import Rows, TableParts
+from spec_lab.results import table_parts
 from spec_lab.results.schema import OPTIONAL, REPLAY, SCHEMAS, TOKENS
+from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.text.checkers import check
 from spec_lab.text.prompts import Prompt
 
@@ -344,7 +344,7 @@ class Recorder:
         self.parts.discard(group, f"{group:06d}")
 
     def gather(self) -> Tables:
-        """Join the parts into one file per table and remove them; see ``Parts.gather``."""
+        """Join the parts into one file per table and remove them; see ``TableParts.gather``."""
         frames = self.parts.gather()
         return Tables(**{name: frames[name] for name in SCHEMAS})
 
@@ -379,4 +379,4 @@ def load_token_texts(out: str | Path) -> dict[int, str]:
 
 def schema(name: str) -> pa.Schema:
     """Return the columns of one table, with their meanings as metadata."""
-    return parts.schema(SCHEMAS[name])
+    return table_parts.schema(SCHEMAS[name])

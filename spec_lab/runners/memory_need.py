@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from spec_lab.core.memory import readable
+from spec_lab.core.device_memory import readable
 from spec_lab.runners.kv_cache import GRAIN, allocated
 
 

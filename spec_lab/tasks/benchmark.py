@@ -24,7 +24,7 @@ from spec_lab.analysis.console import say
 from spec_lab.analysis.names import MAIN, names_in_manifest, renamed
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.tree_text import chosen_trees
-from spec_lab.core.memory import Peak
+from spec_lab.core.device_memory import Peak
 from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
@@ -38,7 +38,7 @@ from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.groups import BASELINE, attempts, check_repeats, decode_group, next_attempts
 from spec_lab.tasks.lab import GroupDecoder, Lab, Loop, Settings, Turn
-from spec_lab.tasks.memory import check_memory
+from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.token_texts import TokenTexts, token_rows
 from spec_lab.verify import Match

@@ -25,7 +25,7 @@ from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.tasks.memory import check_memory
+from spec_lab.tasks.memory_check import check_memory
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token as TokenVerifier

@@ -61,7 +61,7 @@ def decode_group(
     """
     rows, order = GroupRows(), arm_order(list(arms), number)
     todo = {name: list(group) for name in order}
-    said: dict[str, dict[int, list[str]]] = {name: {turn.conversation: [] for turn in group} for name in order}
+    replies: dict[str, dict[int, list[str]]] = {name: {turn.conversation: [] for turn in group} for name in order}
     forwards = dict.fromkeys(order, 0)
     while any(todo.values()):
         for position, name in enumerate(order):
@@ -83,11 +83,11 @@ def decode_group(
                 rows.requests.append(row)
                 if outcome.error:
                     bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
-                if len(said[name][answered.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
-                    said[name][answered.conversation].append(reply(row["text"], row["prompt"]))
+                if len(replies[name][answered.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
+                    replies[name][answered.conversation].append(reply(row["text"], row["prompt"]))
             bar.update(len(todo[name]))
         for position, name in enumerate(order):
-            answers = said[name if history == "own" else BASELINE]
+            answers = replies[name if history == "own" else BASELINE]
             todo[name], broken = _next_turns(lab, settings, todo[name], answers)
             for outcome, answered in broken:
                 rows.requests.append(_row(lab, settings, outcome, answered, number, name, position, None, attempt))
@@ -142,7 +142,7 @@ def arm_order(names: list[str], number: int) -> list[str]:
 
 
 def _next_turns(
-    lab: Lab, settings: Settings, turns: Sequence[Turn], said: Mapping[int, Sequence[str]]
+    lab: Lab, settings: Settings, turns: Sequence[Turn], replies: Mapping[int, Sequence[str]]
 ) -> tuple[list[Turn], list[tuple[Outcome, Turn]]]:
     """Return the next turn of each conversation that has one, and the outcomes of those that cannot be continued.
 
@@ -151,7 +151,7 @@ def _next_turns(
     following: list[Turn] = []
     broken: list[tuple[Outcome, Turn]] = []
     for turn in turns:
-        answers = said[turn.conversation]
+        answers = replies[turn.conversation]
         if turn.number == lab.prompts[turn.conversation].turns or len(answers) < turn.number:
             continue
         try:

@@ -24,8 +24,8 @@ from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.results import serving as results
 from spec_lab.analysis.serving import serving_verdict, summarise
+from spec_lab.core.device_memory import Peak
 from spec_lab.core.machine import Usage, other_load
-from spec_lab.core.memory import Peak
 from spec_lab.core.options import Count, Number, Whole, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import BROKEN, Request
@@ -33,12 +33,12 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import StepInfo
-from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import OPTIONAL, REQUESTS
+from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
 from spec_lab.tasks.lab import Lab, Loop, Settings
-from spec_lab.tasks.memory import check_memory
+from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.shell import Done, Task
 
 _TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()

@@ -15,9 +15,9 @@ from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.core.faults import PartError
 from spec_lab.core.files import remove_abandoned
 from spec_lab.results.manifest import JUDGED, claim, finite, manifest, unclaim, write_json
-from spec_lab.results.parts import TableParts
 from spec_lab.results.result import Result
 from spec_lab.results.run_state import INTERRUPTED
+from spec_lab.results.table_parts import TableParts
 from spec_lab.results.writer import Tables
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import digest

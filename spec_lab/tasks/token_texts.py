@@ -9,7 +9,7 @@ from typing import Any
 
 from spec_lab.constrain.vocabulary import text_bytes
 from spec_lab.models.target import Target
-from spec_lab.results.parts import Rows
+from spec_lab.results.table_parts import Rows
 
 LOG = logging.getLogger(__name__)
 

@@ -140,9 +140,10 @@ def render(
 
 def _applied(source: str, messages: Sequence[Message], given: Mapping[str, Any], named: str, where: str) -> str:
     """Return the text that the template writes for messages. Errors as in ``render``."""
-    said = [_with_reasoning({key: value for key, value in sent.items() if value is not None}) for sent in messages]
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    normalized = [_with_reasoning(message) for message in present]
     try:
-        return SANDBOX.ask({"source": source, "given": {"messages": said, **given}}, LIMITS)
+        return SANDBOX.ask({"source": source, "given": {"messages": normalized, **given}}, LIMITS)
     except LimitExceeded as error:
         raise _stopped(error, named, where) from error
     except RequestFailed as error:  # of Jinja, or of whatever the template does

@@ -63,8 +63,8 @@ def check(checker: str, text: str, answer: str, prompt: str = "", completes: boo
         prompt: the text that the model continued.
         completes: whether it completed a text, instead of answering a message.
     """
-    said = final(text, prompt)
-    return CHECKERS[checker](said.partition("\nQuestion:")[0] if completes else said, answer, completes)
+    final_text = final(text, prompt)
+    return CHECKERS[checker](final_text.partition("\nQuestion:")[0] if completes else final_text, answer, completes)
 
 
 def check_answer(checker: str, answer: str, where: str) -> None:
@@ -99,8 +99,8 @@ def final(text: str, prompt: str = "") -> str:
         prompt: the text that the model continued.
     """
     if _has_channels(text, prompt):
-        _, ended, said = f"assistant{text}".rpartition("assistantfinal")
-        return said if ended else ""
+        _, ended, final_text = f"assistant{text}".rpartition("assistantfinal")
+        return final_text if ended else ""
     if "</think>" in text:
         return text.rpartition("</think>")[2]
     return "" if "<think>" in text or prompt.rstrip().endswith("<think>") else text

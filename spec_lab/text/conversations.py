@@ -76,14 +76,14 @@ class Chat:
             ValueError: the checker could compare nothing with the answer.
         """
         kept = tuple(turns[: self.turns])
-        system, said = system or self.system, list(messages)
-        if system and not (said and said[0]["role"] in ("system", "developer")):
-            said = [{"role": "system", "content": system}, *(said or [{"role": "user", "content": kept[0]}])]
+        system, sent = system or self.system, list(messages)
+        if system and not (sent and sent[0]["role"] in ("system", "developer")):
+            sent = [{"role": "system", "content": system}, *(sent or [{"role": "user", "content": kept[0]}])]
         check = self.checker if answer is not None and len(kept) == len(turns) else ""
         if check:
             check_answer(check, answer or "", where or f"prompt '{name}'")
         return Prompt(
-            name, kept[0], workload, source, constraint, messages=tuple(said), later=kept[1:],
+            name, kept[0], workload, source, constraint, messages=tuple(sent), later=kept[1:],
             tools=tuple(tools) or self.tools, template=self.template, checker=check,
             answer=(answer or "") if check else "",
         )  # fmt: skip
@@ -191,16 +191,16 @@ def chat(
         _check_fields(record, where)
         if record.get("messages") is not None:
             messages = _messages(record["messages"], where)
-            said = [str(messages[-1]["content"])]
+            texts = [str(messages[-1]["content"])]
         elif record.get("turns") is not None:
-            said = turns_of(record, "turns", where)
+            texts = turns_of(record, "turns", where)
         else:
-            said = [
+            texts = [
                 text_of(record, "prompt" if "prompt" in record else "text", where, "'prompt', 'turns' or 'messages'")
             ]
         prompts[line] = how.prompt(
             word(record, "id", where) or f"{Path(path).stem}-{line}",
-            said,
+            texts,
             word(record, "workload", where),
             word(record, "source", where),
             None if record.get("answer") is None else word(record, "answer", where),

@@ -56,10 +56,10 @@ class Prompt:
 
     def conversation(self, answers: Sequence[str] = ()) -> list[Message]:
         """Return the messages up to the next message of the user, given the model's answers so far."""
-        said = list(self.messages) or [{"role": "user", "content": self.text}]
+        messages = list(self.messages) or [{"role": "user", "content": self.text}]
         for answer, message in zip(answers, self.later, strict=False):
-            said += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
-        return said
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
+        return messages
 
 
 def jsonl(path: str, limit: Count | None = None) -> list[Prompt]:

@@ -75,7 +75,7 @@ def raster(figure: Figure) -> np.ndarray:  # [height, width, 4]
 
 
 def faults(figure: Figure) -> list[str]:
-    """What is wrong with a figure as it is drawn; empty for nothing."""
+    """Faults of a figure as it is drawn; empty for none."""
     picture = raster(figure)
     messages = []
     edge = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])[:, :3]

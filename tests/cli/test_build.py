@@ -1,4 +1,4 @@
-"""What the command line builds from a config has every member that its place in the run requires."""
+"""Parts that the command line builds from a config have every member that their role in the run requires."""
 
 import re
 import sys

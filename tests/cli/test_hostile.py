@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_finished_groups_and_the_error_names_a_remedy(tmp_path
 
     full.left = 4  # the first group's three tables, and one of the second's
     with monkeypatch.context() as patch:
-        patch.setattr("spec_lab.results.parts.pq.write_table", full)
+        patch.setattr("spec_lab.results.table_parts.pq.write_table", full)
         with pytest.raises(OSError, match=r"space.*steps-000001\.parquet"):
             run(lab(TEXTS[:2]), settings(tmp_path, batch_size=1), {"name": "toy"})
     assert Recorder(tmp_path).finished() == {0}

@@ -306,7 +306,7 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(fork_serve
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.nightly
 def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(fork_server, zoo, tmp_path, stride):
-    """Of all moments the short run has every thirteenth."""
+    """The short run has every thirteenth of all moments."""
     arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
     reference = never_killed(fork_server, tmp_path / "reference", arguments)
     kills = {}

@@ -10,7 +10,7 @@ from spec_lab.results import run_names, run_state, sweep
 
 
 def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) -> list[str]:
-    """What is printed of a sweep of these runs, all of them done; without some figures."""
+    """Return the printed lines of a sweep of these runs, all of them done; without some figures."""
     sweep.plan(folder, jobs)
     rows = []
     for number, job in enumerate(jobs):

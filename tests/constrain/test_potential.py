@@ -29,7 +29,7 @@ REQUEST = Request(0, "one", (0,))
 
 
 def words(*texts: tuple[int, ...]) -> Callable[[tuple[int, ...]], list[int]]:
-    """What these texts allow, token by token."""
+    """Return a function with the tokens that these texts allow after a prefix."""
     return lambda text: sorted({valid[len(text)] for valid in texts if valid[: len(text)] == text and valid != text})
 
 

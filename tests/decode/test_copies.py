@@ -102,7 +102,7 @@ LEVELS = (
 )
 """The number of levels that each one's draft model computes; PLD+ compares hidden states once."""
 AHEAD = ("draft_chain", "draft_points")
-"""Of these, trees that a device drafts without a look at a token."""
+"""Those of them whose trees a device drafts without a look at a token."""
 
 
 class EvenTokens(Constraint):

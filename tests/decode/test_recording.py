@@ -1,4 +1,4 @@
-"""What ``record=drafts`` keeps of every step: trees, acceptance probabilities, masks and emitted tokens."""
+"""Records of ``record=drafts`` for every step: trees, acceptance probabilities, masks and emitted tokens."""
 
 import numpy as np
 import pytest

@@ -388,7 +388,7 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
 # The table
 
 Layer = Literal["step", "loop", "seam", "samples"]
-"""What kills a mutant: the enumerated distribution of one step; the enumerated loop; a key that is used twice; or a
+"""Killer of a mutant: the enumerated distribution of one step; the enumerated loop; a key that is used twice; or a
 chi-square test of texts that the loop sampled."""
 
 TEXTS, ALPHA = 3000, 1e-6

@@ -163,12 +163,12 @@ class Outputs(outputs.StepOutputs):
 
     @classmethod
     def of_forest(cls, world: World, verify: Verify, tree: Shape, drawn: Drawn) -> Outputs:
-        """Of one step: all possible drafts in one forest, verified at once."""
+        """Return the outputs of one step: all possible drafts in one forest, verified at once."""
         return cls.of_drafts(world, verify, *every_draft(world, tree, drawn))
 
     @classmethod
     def of_grown(cls, world: World, verify: Verify, grow: Callable[[Growing], None]) -> Outputs:
-        """Of one step whose draft is grown by ``grow``."""
+        """Return the outputs of one step whose draft is grown by ``grow``."""
 
         def play(draws: Draws) -> Draft:
             growing = Growing(world, draws)
@@ -181,7 +181,7 @@ class Outputs(outputs.StepOutputs):
 
     @classmethod
     def of_drafts(cls, world: World, verify: Verify, draft: Draft, probability: np.ndarray) -> Outputs:
-        """Of one step whose draft is one of the trees in ``draft``, each with its probability ``[B]``."""
+        """Return the outputs of one step that drafts one of the trees in ``draft``, with probabilities ``[B]``."""
         shape, v = draft.shape, world.v
         number = np.zeros(shape.rows, dtype=np.int64)
         p = np.empty((shape.rows, v))

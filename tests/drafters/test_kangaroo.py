@@ -61,7 +61,7 @@ class Sequence:
         return torch.randn(count, H, generator=self.generator, dtype=torch.float64)
 
     def commit(self, exits):
-        """What the target computes is observed."""
+        """Observe the target's outputs."""
         self.known = torch.cat([self.known[: self.computed], exits])
         holder = SimpleNamespace(state=self.state)
         self.own.observe([Observation(holder, self.computed, [0] * (len(exits) + 1), exits.clone())])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 BLOCK = 16
 SIZES = dict(hidden_size=64, intermediate_size=128)
-"""Of the tiny model: multiples of every group and block."""
+"""Sizes of the tiny model: multiples of every group and block."""
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
 
@@ -70,7 +70,7 @@ GROUP = 128
 """Inputs with one scale in checkpoints of GPTQ and AWQ."""
 
 GROUPED = dict(hidden_size=256, intermediate_size=512)
-"""Of the tiny model for them."""
+"""Sizes of the tiny model for them."""
 
 FOUR_BITS = {
     "gptq": {

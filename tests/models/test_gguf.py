@@ -64,7 +64,7 @@ def test_a_target_has_the_files_context_tokenizer_ends_and_services(files):
 
 
 def test_a_forward_reads_and_computes_what_it_does_in_transformers(files, tmp_path):
-    """Of the same weights and a cache in float32; quantised weights are fewer bytes, and the same products."""
+    """Weights are the same, the cache is in float32; quantised weights are fewer bytes, and the same products."""
     convert(files / "own", tmp_path / "f32.gguf", "f32")
     convert(files / "own", tmp_path / "q8_0.gguf", "q8_0")
     work = Target.load(str(files / "own"), dtype="float32").lm.work
@@ -168,7 +168,7 @@ class SeesSiblings(FakeLlama):
 
 
 class SeesRejected(FakeLlama):
-    """What was removed stays visible where a cell is used again."""
+    """Removed tokens stay visible where a cell is used again."""
 
     def llama_memory_seq_cp(self, memory, source, number, start, end):
         for cell in memory.cells:

@@ -18,7 +18,7 @@ from tests.gguf_files import LLAMA3, MODELS, YARN, tiny, with_zoo_tokenizer
 
 
 def unpermuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """What undoes ``permuted``, as transformers' own reader of GGUF files does it."""
+    """Undo ``permuted``, as transformers' own reader of GGUF files does it."""
     split = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return split.swapaxes(2, 1).reshape(rows.shape)
 

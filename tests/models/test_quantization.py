@@ -1,4 +1,4 @@
-"""What a quantized target requires, and what of a checkpoint's own config is passed on. No package is required here."""
+"""Requirements of quantized targets, and fields of a checkpoint's config that are passed on; without packages."""
 
 import shutil
 from importlib import metadata

@@ -71,7 +71,7 @@ def target_of(lm):
 
 
 def decoded(lm, proposer, limits):
-    """What each request emitted, and how often each number of tokens was accepted."""
+    """Return the tokens of each request, and how often each number of tokens was accepted."""
     engine = Engine(Arm(target_of(lm), proposer, Token(), CounterDraws(0)), limits=limits)
     for request in requests(new=NEW, prompts=PROMPTS):
         engine.add(request)

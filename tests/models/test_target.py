@@ -361,7 +361,7 @@ def test_the_setting_that_works_is_advised():
 @pytest.mark.parametrize("size", [3, 100])
 @pytest.mark.each_value
 def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, size):
-    """What the engine reads from the config is wrong here: with long windows no text of the check would show it."""
+    """The engine reads a wrong window from the config here: with long windows no text of the check would show it."""
     name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
     model = tiny_model(family, **{name: size})
     assert self_check(model, "spans").error < 1e-5 and getattr(model.config, name) == size

@@ -211,7 +211,7 @@ def history(plain, lm, seed, steps=25):
 @pytest.mark.parametrize("batch", [7, 64, 512])
 @pytest.mark.parametrize("seed", range(6))
 def test_chains_have_the_logits_of_transformers_after_any_acceptance_rewind_and_fork(model, file, library, seed, batch):
-    """Of sequences of different lengths, some of which are left out of a forward, in a KV cache that grows."""
+    """Sequences have different lengths; a forward leaves some of them out; the KV cache grows."""
     error, again = history(partial(of_transformers, model), runner(file, library, batch=batch), seed)
     assert error < 1e-3 and again
 
@@ -343,7 +343,7 @@ def decoded(target, proposer, prompts):
 
 
 def test_greedy_decoding_with_ngram_chains_emits_what_plain_decoding_emits(tmp_path):
-    """Of texts that the model mostly repeats."""
+    """The model mostly repeats these texts."""
     write(lfm2(0.02), tmp_path / "repeats.gguf")
     target = gguf.load(str(tmp_path / "repeats.gguf"), dtype="float32", threads=1)
     assert isinstance(target.lm, LlamaRecurrent) and target.self_check < 1e-3 and target.lm.settings.snapshots == 10

@@ -1,4 +1,4 @@
-"""What holds after the last cell of notebooks/add_a_proposer.py; runs in its kernel."""
+"""Assertions after the last cell of notebooks/add_a_proposer.py; runs in its kernel."""
 
 assert recent.follow([5, 6, 5, 7, 8, 5], 3) == [7, 8, 5]
 assert recent.follow([5, 6, 5, 7, 8, 5], 1) == [7]

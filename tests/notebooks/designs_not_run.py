@@ -1,4 +1,4 @@
-"""What holds after the last cell of notebooks/designs_not_run.py; runs in its kernel."""
+"""Assertions after the last cell of notebooks/designs_not_run.py; runs in its kernel."""
 
 assert set(known["shape"]) == {*chains, *trees}
 half = np.hypot((predicted["high"] - predicted["low"]) / 2, (measured.high - measured.low) / 2)

@@ -1,4 +1,4 @@
-"""What holds after the last cell of notebooks/first_steps.py; runs in its kernel."""
+"""Assertions after the last cell of notebooks/first_steps.py; runs in its kernel."""
 
 from spec_lab.text.detokenizer import Finish
 

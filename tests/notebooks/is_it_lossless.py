@@ -1,4 +1,4 @@
-"""What holds after the last cell of notebooks/is_it_lossless.py; runs in its kernel."""
+"""Assertions after the last cell of notebooks/is_it_lossless.py; runs in its kernel."""
 
 assert np.allclose(verdict.stop, [2 / 3, 1 / 3])  # accepted with min(1, p/q) = 0.2 / 0.6
 assert np.allclose(verdict.residual(np.array([0]))[0], [0, 0.2, 0.2])  # not normalised

@@ -1,4 +1,4 @@
-"""What holds after the last cell of notebooks/reading_a_sweep.py; runs in its kernel."""
+"""Assertions after the last cell of notebooks/reading_a_sweep.py; runs in its kernel."""
 
 states = [run.state for run in killed]
 assert process.returncode == -9

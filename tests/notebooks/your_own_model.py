@@ -1,4 +1,4 @@
-"""What holds after the last cell of notebooks/your_own_model.py; runs in its kernel."""
+"""Assertions after the last cell of notebooks/your_own_model.py; runs in its kernel."""
 
 assert curve[-1]["step"] == training["steps"] >= 100
 assert all(curve[-1]["loss"][head] < curve[0]["loss"][head] for head in range(2))

@@ -75,7 +75,7 @@ def eagle3_features(w, taps, flags=()):
 
 
 def eagle3(w, embedding, tokens, features, sizes, flags=(), **how):
-    """What is fed back ``[n, H]``, and logits over the draft vocabulary ``[n, W]``; ``how``: of ``attention``."""
+    """Return features to feed back ``[n, H]`` and draft logits ``[n, W]``; ``how`` as in ``attention``."""
     embedding = w.get("embed_tokens.weight", embedding)
     normed = rms(features, w["midlayer.hidden_norm.weight"])
     both = torch.cat([rms(embedding[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)

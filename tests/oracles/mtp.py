@@ -12,7 +12,7 @@ QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "embed_toke
 
 
 def module(w, number, layout, depth):
-    """What the names of a module and of its layer begin with, and its other names."""
+    """Return the prefixes of the names of a module and of its layer, and its other names."""
     if layout == "qwen":
         return "mtp.", f"mtp.layers.{number}", QWEN
     return f"model.layers.{depth + number}.", f"model.layers.{depth + number}", DEEPSEEK

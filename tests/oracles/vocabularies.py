@@ -1,4 +1,4 @@
-"""What a draft model with another tokenizer reads and may draft, written from the definitions: whole texts at once.
+"""Tokens a draft model with another tokenizer reads and may draft, written from the definitions: whole texts at once.
 
 Tokens are spelled by hand: byte-level BPE writes every byte as one character, sentencepiece writes spaces as "▁" and
 bytes without a token as <0xNN>.

@@ -1,4 +1,4 @@
-"""What policies decide, given what came of their drafts."""
+"""Decisions of policies, given the outcomes of their drafts."""
 
 import json
 import math

@@ -28,7 +28,7 @@ COLD = Sampling()
 
 
 def bare_batch(keys, vocabulary, draws=None, masks=None):
-    """What a grower reads of a batch, for a drafter that is a table: sequences of one token with these keys."""
+    """Return the batch that a grower reads, for a drafter that is a table: sequences of one token with these keys."""
     return SimpleNamespace(
         target=SimpleNamespace(vocabulary=vocabulary), device=torch.device("cpu"), read=Readback(), draws=draws,
         draft_masks=masks, sequences=[SimpleNamespace(tokens=[1], key=key) for key in keys],

@@ -39,7 +39,7 @@ def hidden(text):
 
 
 def naive(text, depth, state=hidden):
-    """What follows the occurrence of the last token with the most similar state before it, of equals the latest."""
+    """Return the text after the last token's occurrence with the most similar state before it, of equals the latest."""
     last = state(text[:-1])
     places = [n for n in range(1, len(text) - 1) if text[n] == text[-1]]
     if not places:

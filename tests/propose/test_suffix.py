@@ -184,7 +184,7 @@ def test_a_tree_has_the_nodes_of_the_largest_counts(rows, budget, children):
 
 
 def test_a_score_is_the_expected_number_of_accepted_tokens():
-    """Of three occurrences two continue with 5, one of these with 6: 2/3 + 1/3."""
+    """Two of three occurrences continue with 5, one of these with 6: 2/3 + 1/3."""
     got = grow([[5, 6], [5, 7], [8]], 2, 1, 0.1)
     assert got.tokens == (5, 6) and got.score == pytest.approx(1.0)
     assert grow([[5, 6], [5, 7], [8]], 9, 9, 0.5).tokens == (5,)

@@ -1,4 +1,4 @@
-"""What a step records: which tokens, which steps, how many bytes."""
+"""Records of a step: which tokens, which steps, how many bytes."""
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,8 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.shape import forest, tree
 from spec_lab.decode.recording import Recording, pack_ids, recorded_numbers, unpack_ids
 from spec_lab.propose.trees import parse
-from spec_lab.results.parts import schema
 from spec_lab.results.schema import REPLAY
+from spec_lab.results.table_parts import schema
 from spec_lab.results.writer import replay_rows_of
 from tests.propose.lab import WARM, plain_probabilities
 from tests.replay.recorded import COLD, decoded

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spec_lab.cli.commands import command
 from spec_lab.results import run_names, run_state, sweep, writer
-from spec_lab.results.parts import TableParts
+from spec_lab.results.table_parts import TableParts
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
@@ -499,7 +499,7 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli
 
 @pytest.mark.nightly
 def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
-    """Of a sweep with a finished run, a failed one, a stopped one and one that another process holds."""
+    """The sweep has a finished run, a failed one, a stopped one and one that another process holds."""
     decoded.stop = (1,)
     code, *_ = cli("--multirun", *tiny, "prompts.limit=1,nothing,2,3")
     assert code == 130

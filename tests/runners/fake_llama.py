@@ -209,7 +209,7 @@ class FakeLlama:
         return 0
 
     def advance(self, context, rows):
-        """What a batch does beyond writing its cells: nothing in a model without recurrent layers."""
+        """Do what a batch does beyond writing its cells: nothing in a model without recurrent layers."""
 
     def left_behind(self, context):
         """Cells of one id alone that none of its later tokens attends to in layers with a window."""

@@ -179,6 +179,6 @@ class FakeRecurrent(FakeLlama):
         self.states = dict(zip(zip(numbers, positions, strict=True), texts, strict=True))
 
     def attended(self, context, pos, ids):
-        """What a row attends to; with what its state has read, if that is another text."""
+        """Return the tokens that a row attends to; with those that its state has read, if that is another text."""
         cells, read = super().attended(context, pos, ids), self.states[ids[0], pos]
         return cells if [token for _, token in cells] == list(read) else [*cells, *read]

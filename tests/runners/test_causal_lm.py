@@ -226,7 +226,7 @@ LAYERS = pytest.mark.parametrize(
 @LAYERS
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
-    """Of pending tokens in chunks of 4, of nodes, and of sequences that only prefill; a step after it as well."""
+    """Rows are pending tokens in chunks of 4, nodes, and sequences that only prefill; a step after it as well."""
     model = tiny_model()
     lm = CausalLM(model, attention, chunk=4)
     lm.capture(layers)
@@ -254,7 +254,7 @@ def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
 
 @pytest.mark.parametrize("nodes", [[], [0], [0, 2]], ids=str)
 def test_observed_hidden_states_keep_no_memory_of_other_rows(nodes):
-    """Of the pending tokens, those of earlier chunks too, then of the nodes asked for."""
+    """Rows are the pending tokens, those of earlier chunks too, then the nodes asked for."""
     lm = CausalLM(tiny_model(), chunk=4)
     lm.capture((-1,))
     draft = random_draft(forest((TREE, TREE)), np.random.default_rng(1))

@@ -370,7 +370,7 @@ DRAFTS = {
 
 
 def decoded(lm, kind, sampling, limits=None, applied=None):
-    """What each sequence emitted with a draft model that is the target, and what was accepted in each step."""
+    """Return each sequence's tokens with a draft model that is the target, and those accepted in each step."""
     target, (shape, drawn, verifier) = Target(lm, None, "fake", 60, "", 0.0), DRAFTS[kind]
     draft = Plain() if isinstance(lm, Plain) else runner()
     budget = shape if isinstance(shape, Budget) else None

@@ -73,12 +73,12 @@ def history(seed, batch=64, cells=None):
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([6, 9, 64]))
 def test_any_chains_have_the_logits_of_plain_texts_after_any_acceptance_rewind_and_fork(seed, batch):
-    """Of sequences of different lengths, some of which are left out of a forward, in a KV cache that grows."""
+    """Sequences have different lengths; a forward leaves some of them out; the KV cache grows."""
     history(seed, batch)
 
 
 def trust_snapshots(monkeypatch):
-    """Of tokens that the last call did not compute."""
+    """Trust snapshots of tokens that the last call did not compute."""
     original = RecurrentSequence.append
     monkeypatch.setattr(
         RecurrentSequence, "append", lambda self, new, nodes, back: original(self, new, nodes, SNAPSHOTS)
@@ -261,7 +261,7 @@ def test_architectures_whose_state_cannot_be_rolled_back_and_windows_are_refused
 
 
 def decoded(lm, sampling, limits=None, applied=None):
-    """What each sequence emitted with a chain of a draft model that is the target, and what was accepted."""
+    """Return each sequence's tokens with chains of a draft model that is the target, and those accepted."""
     draft = test_llama_cpp.runner(FakeLlama(V))
     proposer = DraftModel(draft, 60, TreePlan(parse("1x1x1"), "iid", 1.0))
     engine = Engine(Arm(target(lm), proposer, Token(), CounterDraws(3), applied), limits=limits or Limits())

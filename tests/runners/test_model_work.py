@@ -1,4 +1,4 @@
-"""What a forward of a model reads and computes, against counts by hand and torch's counter of FLOPs."""
+"""Bytes and FLOPs of a model's forward, against counts by hand and torch's counter of FLOPs."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_layers_with_a_window_or_chunks_are_counted_apart():
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_flops_are_those_that_torch_counts(family):
-    """Of a plain forward over 7 rows, of which 3 get logits; windows are masks there, which save nothing."""
+    """A plain forward has 7 rows, of which 3 get logits; windows are masks there, which save nothing."""
     model = tiny_model(family)
     work = CausalLM(model).work
     model.set_attn_implementation("eager")

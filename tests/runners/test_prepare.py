@@ -79,7 +79,7 @@ def test_one_token_each_is_prepared_as_a_forest_is(kinds, life):
 
 
 def happen(world, action, number):
-    """What changes the cells between steps of one token."""
+    """Change the cells between steps of one token."""
     packer, sequences = world.packer, world.sequences
     index = number % len(sequences) if sequences else 0
     if action == "open" or (not sequences and action != "step"):

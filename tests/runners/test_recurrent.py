@@ -113,7 +113,7 @@ def history(lm, seed, error=2e-3):
 @settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([6, 512]))
 def test_any_chains_have_the_logits_and_states_of_plain_texts(model, family, seed, chunk):
-    """Of sequences of different lengths, some of which are left out of a forward; with prompts in parts, or whole."""
+    """Sequences have different lengths; a forward leaves some of them out; prompts come in parts, or whole."""
     history(runner(model, chunk), seed, error=ERROR[family])
 
 
@@ -364,7 +364,7 @@ def test_dense_attention_and_fixed_shapes_are_refused(how):
 
 
 def decoded(model, proposer, sampling, limits=None, applied=None):
-    """What each sequence emitted, and how many drafted tokens were accepted."""
+    """Return each sequence's tokens, and how many drafted tokens were accepted."""
     engine = Engine(Arm(target(runner(model)), proposer, Token(), CounterDraws(3), applied), limits=limits or Limits())
     for request in requests(sampling):
         engine.add(request)

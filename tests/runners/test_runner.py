@@ -239,7 +239,7 @@ def toy_requests(sampling):
 
 
 def decode_toys(target, proposer, verifier, sampling, limits=None, applied=None):
-    """What each sequence emitted, and what was drafted and accepted in each step."""
+    """Return each sequence's tokens, and those drafted and accepted in each step."""
     engine = Engine(Arm(target, proposer, verifier, CounterDraws(3), applied), limits=limits or Limits())
     for request in toy_requests(sampling):
         engine.add(request)

@@ -49,7 +49,7 @@ def test_a_run_writes_every_file(done):
 
 @pytest.mark.nightly
 def test_a_prefix_cache_of_each_arm_changes_no_token_and_is_recorded(done, tmp_path):
-    """What the warm-up kept is forgotten, and the prompts are decoded one after the other."""
+    """Texts kept by the warm-up are forgotten, and the prompts are decoded one after the other."""
     texts, console = tuple(f"a long and common beginning of {end}" for end in ("one", "two", "three")), quiet()
     for name, more in (("plain", {}), ("cached", {"prefix_cache": 4096})):
         assert run(lab(texts), settings(tmp_path / name, batch_size=1, warmup=2, **more), CONFIG, console) == 0

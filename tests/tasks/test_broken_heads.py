@@ -166,7 +166,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def measures(target):
-    """What measures a drafter along few texts, and along many."""
+    """Return the functions that measure a drafter along few texts, and along many."""
 
     def measure(texts, tokens):
         prompts = encode(mixed(zoo("prompts"), texts), target.tokenizer, target.context, 96)
@@ -179,7 +179,7 @@ def measures(target):
 
 
 def loaded(target, folder, config, tensors):
-    """What builds a head with options."""
+    """Return a function that builds a head with options."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

@@ -195,14 +195,14 @@ def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
 
 # Prediction --------------------------------------------------------------------------------------------------------
 
-PLACES = {"batch": (1.0, 2.0), "context": (0.0, 100.0)}
+AXES = {"batch": (1.0, 2.0), "context": (0.0, 100.0)}
 
 
 def by_hand() -> Cost:
     """t = 10 + nodes x batch + context / 10 milliseconds; drafting takes 5 milliseconds, the baseline's verifying 1."""
     nodes, batch, context = np.meshgrid([0.0, 4.0], [1.0, 2.0], [0.0, 100.0], indexing="ij")
-    t = Grid({"nodes": (0.0, 4.0)} | PLACES, 1e-3 * (10 + nodes * batch + context / 10))
-    grids = {"draft": Grid(PLACES, np.full((2, 2), 5e-3)), "baseline": Grid(PLACES, np.full((2, 2), 1e-3))}
+    t = Grid({"nodes": (0.0, 4.0)} | AXES, 1e-3 * (10 + nodes * batch + context / 10))
+    grids = {"draft": Grid(AXES, np.full((2, 2), 5e-3)), "baseline": Grid(AXES, np.full((2, 2), 1e-3))}
     return Cost(t, grids)
 
 
@@ -282,8 +282,8 @@ def test_a_speed_up_is_tau_times_the_ratio_of_seconds():
 def test_where_verifying_is_free_the_prediction_is_the_theorem_of_leviathan_et_al():
     """(1 - a^(g + 1)) / ((1 - a) (g c + 1)), for g drafted tokens that are each accepted with probability a."""
     a, g, c, forward = 0.7, 4, 0.05, 8e-3
-    flat = Grid({"nodes": (0.0, 8.0)} | PLACES, np.full((2, 2, 2), forward))
-    grids = {"draft": Grid(PLACES, np.full((2, 2), g * c * forward)), "baseline": Grid(PLACES, np.zeros((2, 2)))}
+    flat = Grid({"nodes": (0.0, 8.0)} | AXES, np.full((2, 2, 2), forward))
+    grids = {"draft": Grid(AXES, np.full((2, 2), g * c * forward)), "baseline": Grid(AXES, np.zeros((2, 2)))}
     tau = sum(a**k for k in range(g + 1))
     theorem = (1 - a ** (g + 1)) / ((1 - a) * (g * c + 1))
     assert predict(Cost(flat, grids), "draft", tau, g, 1, 50) == pytest.approx(theorem)
@@ -334,7 +334,7 @@ def test_the_run_s_own_seconds_do_not_matter():
 
 
 def test_what_is_predicted_and_what_is_measured_are_the_same_groups():
-    """Of three groups one ended with its prefill, and one has no step to predict from."""
+    """One of three groups ended with its prefill, and one has no step to predict from."""
     recorded = run_by_hand()
     three = [[table.assign(group=number) for table in (recorded.steps, recorded.requests)] for number in range(3)]
     three[1][1] = three[1][1].assign(decode_seconds=0.0)

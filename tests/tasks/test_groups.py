@@ -121,7 +121,7 @@ def test_a_run_that_was_interrupted_while_it_repeated_a_group_resumes(tmp_path, 
 
 
 def test_rows_of_every_table_are_those_of_the_last_attempt(tmp_path, monkeypatch):
-    """Of a real arm: its forwards are counted once, and none of the first attempt is left."""
+    """A real arm's forwards are counted once, and none of the first attempt is left."""
     monkeypatch.setattr(groups, "other_load", lambda began, ended: 0.0)
     parts, console = lab(TEXTS[:4]), Console(file=StringIO())
     options = settings(tmp_path, batch_size=1, max_new_tokens=4)

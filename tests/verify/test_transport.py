@@ -151,7 +151,7 @@ def fraction_inside(q: np.ndarray, inside: range, count: int) -> Fraction:
 
 @pytest.mark.parametrize(("count", "error"), [(3, 1e-12), (5, 1e-12), (8, 1e-12), (12, 1e-12), (40, 1e-6)])
 def test_uniform_distributions_have_a_closed_form(count, error):
-    """Of V equal tokens all draws lie among the first j with probability C(j, n) / C(V, n)."""
+    """All draws of V equal tokens lie among the first j with probability C(j, n) / C(V, n)."""
     v = 1000
     inside = all_inside(np.full((1, v), 1 / v), count)[0]
     j = np.arange(1, v + 1)[:, None]

@@ -115,13 +115,13 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
     ]
     if (expected := summary["expected"]) is not None:
         changed = next((reading for reading in readings[1:] if reading["changed"] == expected["changed"]), used)
-        said = REASONS[expected["by"]].format(
+        reason = REASONS[expected["by"]].format(
             value=expected["value"], options=_options(expected["changed"]), tau=interval(changed.get("tau")),
             drafts=_drafts(summary),
         )  # fmt: skip
         if not expected["whole"]:
-            said = said.replace("The difference is explained by", "A part of the difference is explained by")
-        lines.append(f"Expected {expected['value']:g}, measured {tau}. {said}")
+            reason = reason.replace("The difference is explained by", "A part of the difference is explained by")
+        lines.append(f"Expected {expected['value']:g}, measured {tau}. {reason}")
     return lines
 
 

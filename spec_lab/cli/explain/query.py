@@ -46,8 +46,8 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
     name = name.partition("@")[0].removeprefix("/")
     if reference.group(slashed := name.replace(".", "/")):
         name = slashed
-    if said := renamed(name):
-        raise ValueError(said)
+    if message := renamed(name):
+        raise ValueError(message)
     if group := reference.group(name):
         if not equals:
             return (group,)

@@ -123,5 +123,5 @@ def _result(n: int, reference: Any) -> JobEnded:
     except TaskCancelledError:
         return JobEnded(n, failure="cancelled")
     except RayError as error:
-        said = " ".join(str(error).split())
-        return JobEnded(n, failure=f"{type(error).__name__}: {said.partition('. ')[0]}")
+        message = " ".join(str(error).split())
+        return JobEnded(n, failure=f"{type(error).__name__}: {message.partition('. ')[0]}")

@@ -104,10 +104,10 @@ class Slurm:
             try:
                 handed = self._handed([jobs[n] for n in batch], [names[n] for n in batch])
             except (FailedJobError, FailedSubmissionError) as error:
-                said = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
+                why = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
                 if not waiting:
-                    raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not accept the jobs: {said}") from error
-                yield from (JobEnded(n, failure=f"not accepted by Slurm: {said}") for n in new[first:])
+                    raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not accept the jobs: {why}") from error
+                yield from (JobEnded(n, failure=f"not accepted by Slurm: {why}") for n in new[first:])
                 break
             for n, job in zip(batch, handed, strict=True):
                 waiting[n] = job
@@ -284,10 +284,10 @@ def _asks(*command: str) -> str | None:
 
 def _queue() -> dict[str, Known] | None:
     """Return this user's pending and running jobs by id; None if Slurm does not answer."""
-    said = _asks("squeue", "--me", "--noheader", "--array", "--format=%i|%T|%r|%k")
-    if said is None:
+    answer = _asks("squeue", "--me", "--noheader", "--array", "--format=%i|%T|%r|%k")
+    if answer is None:
         return None
-    lines = (line.split("|", 3) for line in said.splitlines())
+    lines = (line.split("|", 3) for line in answer.splitlines())
     return {job_id: Known(*known) for job_id, *known in lines}
 
 
@@ -296,11 +296,11 @@ def _why(ids: Collection[str]) -> dict[str, str]:
     if not ids:
         return {}
     shown = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,ExitCode,NodeList"]
-    said = _asks("sacct", *shown, f"--jobs={','.join(ids)}")
-    if said is None:
+    answer = _asks("sacct", *shown, f"--jobs={','.join(ids)}")
+    if answer is None:
         return dict.fromkeys(ids, "left the queue without a result, and sacct does not answer")
     states = {}
-    for job_id, state, exit_code, nodes in (line.split("|") for line in said.splitlines()):
+    for job_id, state, exit_code, nodes in (line.split("|") for line in answer.splitlines()):
         code, _, signal = exit_code.partition(":")
         how = f", exit code {code}" * (code != "0") + f", signal {signal}" * (signal != "0")
         states[job_id] = state + how + f", on {nodes}" * (nodes != "None assigned")
@@ -315,8 +315,8 @@ def _result(n: int, job: submitit.Job[Any]) -> JobEnded:
     if failed is None:
         return JobEnded(n, job.result())
     trace = str(failed).partition("----------------------")[2].rpartition("----------------------")[0]
-    said = [line for line in trace.splitlines() if line.strip()][-1]
-    kind, _, text = said.partition(": ")
+    last_line = [line for line in trace.splitlines() if line.strip()][-1]
+    kind, _, text = last_line.partition(": ")
     if kind.endswith(("UncompletedJobError", "NotRestarted")):
         return JobEnded(n, failure=text.removeprefix("Job not requeued because: ").rstrip("."))
-    return JobEnded(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {said}"))
+    return JobEnded(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {last_line}"))

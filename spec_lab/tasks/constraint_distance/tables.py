@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from spec_lab.core.files import Unreadable, expect
-from spec_lab.results.parts import Rows, TableParts
+from spec_lab.results.table_parts import Rows, TableParts
 
 DISTANCES = {
     "id": (pa.string(), "number of the prompt in its run"),

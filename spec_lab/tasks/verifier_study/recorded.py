@@ -31,7 +31,7 @@ from spec_lab.decode.step import StepInfo, step
 from spec_lab.decode.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
-from spec_lab.results.parts import Rows
+from spec_lab.results.table_parts import Rows
 from spec_lab.results.writer import Outcome, replay_rows_of
 from spec_lab.tasks.lab import Lab, Loop
 from spec_lab.verify import Match, Verdict, Verifier, check_draft, choose, misfit

@@ -14,8 +14,8 @@ from spec_lab.analysis.results.verifiers import result as verifiers_result
 from spec_lab.core.options import Count, checked
 from spec_lab.core.progress import Progress
 from spec_lab.replay.bounds import for_summary
-from spec_lab.results.parts import Rows
 from spec_lab.results.study import load, parts
+from spec_lab.results.table_parts import Rows
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled

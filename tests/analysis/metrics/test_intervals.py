@@ -45,7 +45,7 @@ def test_a_ratio_over_clusters_is_not_the_mean_of_their_ratios():
 
 
 def test_clusters_over_nothing_are_left_out():
-    """Of nine clusters one drafted nothing: eight are left. Of eight, seven."""
+    """One cluster of nine drafted nothing: eight are left. Seven are left of eight."""
     top, bottom = [0, *[1, 2] * 4], [0, *[2] * 8]
     assert metrics.cluster_interval(top, bottom, range(9)) == metrics.cluster_interval(top[1:], bottom[1:], range(8))
     assert math.isnan(metrics.cluster_interval(top[:8], bottom[:8], range(8)).low)

@@ -158,7 +158,7 @@ def test_on_chains_of_one_length_alpha_is_the_conditional_rate(chain):
 
 
 def test_other_systems_count_forced_tokens_as_any_other():
-    """Of 4 drafted 2 are forced; 3 are accepted, both forced ones among them; 4 are emitted."""
+    """2 of 4 drafted are forced; 3 are accepted, both forced ones among them; 4 are emitted."""
     table = steps({"accepted": 3, "nodes": 4, "depth": 4, "forced": 2, "forced_accepted": 2, "forced_accepted_kept": 2,
                    "forced_emitted": 2, "forced_emitted_kept": 2})  # fmt: skip
     assert metrics.tau_pooled(table) == 2 and metrics.tau_with_forced(table) == 4

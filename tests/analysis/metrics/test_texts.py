@@ -1,4 +1,4 @@
-"""What the outputs are like."""
+"""Figures of the outputs' texts."""
 
 import math
 

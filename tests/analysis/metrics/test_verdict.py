@@ -218,7 +218,7 @@ def test_the_time_of_a_group_is_that_of_its_requests():
 
 
 def test_waiting_for_token_masks_is_no_disturbance():
-    """Of one grammar the masks take ten times as long as everything else."""
+    """The masks of one grammar take ten times as long as everything else."""
     tables = run()
     slow = tables.forwards["group"] == 7
     tables.forwards.loc[slow, "mask_wait"] = 9 * tables.forwards.loc[slow, "whole"]

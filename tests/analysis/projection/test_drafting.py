@@ -1,4 +1,4 @@
-"""What drafting costs, by measured forwards."""
+"""Costs of drafting, by measured forwards."""
 
 import numpy as np
 import pytest

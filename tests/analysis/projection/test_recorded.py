@@ -1,4 +1,4 @@
-"""What a run's steps determine about designs with other draft lengths, and the command that projects them."""
+"""Designs that a run's steps determine, with other draft lengths, and the command that projects them."""
 
 import json
 import re

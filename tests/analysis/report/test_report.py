@@ -203,7 +203,7 @@ def test_a_run_without_rows_says_why_there_are_no_charts(ran, tmp_path):
 
 
 def left_by_another_task(folder: Path, manifest: Path, *files: str) -> Path:
-    """What a task leaves that is no run: a manifest and files of its own."""
+    """Write the results of a task that is no run: a manifest and files of its own."""
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
@@ -257,7 +257,7 @@ def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
 
 
 def browse(page: Path, folder: Path, *wanted: str) -> tuple[str, list[str]]:
-    """What chromium prints, and what the page logged on the console."""
+    """Return the output of chromium, and the page's messages on its console."""
     quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
     command = [CHROMIUM, "--headless", "--no-sandbox", *quiet.split(), "--disable-sync", "--hide-scrollbars",
                f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--v=0",

@@ -79,7 +79,7 @@ SUMMARIES = {
                 {"confidence": 0.5, "agreed": 0.5, "tokens": 9}]}, "best": None},
             "expected": {"value": 2.4, "by": "reading", "changed": {"taps": [1, 3]}, "whole": True}},
 }  # fmt: skip
-"""What each task leaves."""
+"""Files that each task leaves."""
 
 SHOWN = {
     TRAIN: ["0.625", "0.250", "0.94", "ab12", "1.50 M"], CERTIFY: ["0.25", "1e-09", "10.00%", "too many", "1e-30"],

@@ -79,7 +79,7 @@ def runs(tmp_path_factory):
 
 
 def data_of(folder):
-    """What the script reads, of all requests of a run, and the note."""
+    """Return the data of all requests of a run that the script reads, and the note."""
     tables = metrics.load(folder)
     requests = list(dict.fromkeys(tables.requests["request"].tolist()))
     return tables, *step_data(tables, requests, metrics.arms(tables), HOW, load_token_texts(folder))

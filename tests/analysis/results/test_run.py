@@ -24,7 +24,7 @@ def summary(tmp_path_factory):
 
 
 def shown(summary: dict, width: int = 80, verbose: bool = False) -> str:
-    """What is printed of a run with this summary."""
+    """Return the printed text of a run with this summary."""
     console, folder = Console(file=StringIO(), width=width), Path(summary["folder"])
     (folder / "summary.json").write_text(json.dumps(summary))
     show(written(folder), console, verbose)

@@ -64,7 +64,7 @@ def table(folder: Path, name: str) -> pd.DataFrame:
 
 
 def killed(tracked: Path, out: Path, groups: int = 99) -> Path:
-    """What ``kill -9`` would have left of the run: manifest, and the rows of its first groups in parts."""
+    """Write the files that ``kill -9`` would have left: manifest, and the rows of its first groups in parts."""
     out.mkdir(parents=True)
     shutil.copy(tracked / "manifest.json", out)
     tables, recorder = metrics.load(tracked), Recorder(out)

@@ -129,7 +129,7 @@ def options(zoo: Path, out: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a command."""
+    """Return the environment of a command."""
     return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
 
 

@@ -54,7 +54,7 @@ Input = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """What is fuzzed.
+    """A function that is fuzzed, and its inputs.
 
     Args:
         make: writes the valid files into an empty folder, and warms up what is used later.

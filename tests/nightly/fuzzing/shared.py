@@ -1,4 +1,4 @@
-"""What targets share: the command line, errors that are for the user, a tiny target that decodes."""
+"""Common parts of fuzzing targets: the command line, errors that are for the user, a tiny target that decodes."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def exit_code(arguments: list[str]) -> int:
 
 
 def refusing(act: Callable[..., Any]) -> Callable[[list[Any]], int]:
-    """What a command does with errors that are for the user, around a function of an input's arguments."""
+    """Wrap a function of an input's arguments: errors for the user are handled as by a command."""
 
     def feed(arguments: list[Any]) -> int:
         try:

@@ -315,7 +315,7 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
 
 
 def factory(proposer):
-    """What configs name: drafters of features have one class and several networks."""
+    """Return the function that configs name: drafters of features have one class and several networks."""
     kind = next((part for part in type(proposer).__mro__ if "load" in vars(part)), type(proposer))
     return (
         f"spec_lab.drafters.{proposer.name}.propose.load"

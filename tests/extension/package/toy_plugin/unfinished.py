@@ -14,7 +14,7 @@ class Unfinished(Proposer):
 
     @staticmethod
     def load(target: Target) -> "Unfinished":
-        """What the config names."""
+        """Return the proposer; the config names this function."""
         return Unfinished()
 
     def propose(self, batch: Batch) -> Draft:

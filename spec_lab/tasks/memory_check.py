@@ -1,12 +1,12 @@
-"""Before anything is decoded: does its memory fit, and if not, what would?"""
+"""Checks before anything is decoded that its memory fits, and names what would fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from spec_lab.core import memory
-from spec_lab.core.memory import readable
+from spec_lab.core import device_memory
+from spec_lab.core.device_memory import readable
 from spec_lab.decode.capacity import max_cells, max_rows
 from spec_lab.decode.proposer import Proposer
 from spec_lab.propose.null import Null
@@ -32,7 +32,7 @@ def check_memory(lab: Lab, settings: Settings, prompts: Sequence[int], room: int
     """
     lm = lab.target.lm
     model = lm.memory
-    room = memory.available(lm.device) if room is None else room
+    room = device_memory.available(lm.device) if room is None else room
     if model is None or not prompts:
         return {}
     decoding, proposers = _decoding(lab, settings, prompts), [lab.proposer, *lab.more_proposers.values()]

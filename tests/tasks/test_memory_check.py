@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from spec_lab.core import memory
+from spec_lab.core import device_memory
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.union import Union
 from spec_lab.tasks import benchmark
-from spec_lab.tasks.memory import check_memory
+from spec_lab.tasks.memory_check import check_memory
 from tests.labs import lab, settings
 from tests.propose.lab import draft_model
 
@@ -50,7 +50,7 @@ def test_the_kv_caches_of_all_draft_models_count(tmp_path):
 
 
 def test_a_benchmark_is_refused_before_it_claims_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda _: 1000)
+    monkeypatch.setattr(device_memory, "available", lambda _: 1000)
     with pytest.raises(ValueError, match="1000 bytes|of memory are available"):
         benchmark.run(lab(), settings(tmp_path / "run"), {})
     assert not (tmp_path / "run").exists()

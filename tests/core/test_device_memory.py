@@ -2,8 +2,8 @@
 
 import torch
 
-from spec_lab.core import memory
-from spec_lab.core.memory import Peak, available, group_room
+from spec_lab.core import device_memory
+from spec_lab.core.device_memory import Peak, available, group_room
 
 CPU = torch.device("cpu")
 
@@ -39,13 +39,13 @@ def test_version_1_of_control_groups_has_a_folder_for_memory(tmp_path):
 
 def test_the_least_of_machine_and_groups_is_available(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   20 kB\n")
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "group_room", lambda: [30000, 40000])
+    monkeypatch.setattr(device_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device_memory, "group_room", lambda: [30000, 40000])
     assert available(CPU) == 20 * 1024
-    monkeypatch.setattr(memory, "group_room", lambda: [-5])
+    monkeypatch.setattr(device_memory, "group_room", lambda: [-5])
     assert available(CPU) == 0, "a group may use more than its limit for a moment"
-    monkeypatch.setattr(memory, "group_room", lambda: [])
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(device_memory, "group_room", lambda: [])
+    monkeypatch.setattr(device_memory, "MEMINFO", tmp_path / "none")
     assert available(CPU) is None and available(torch.device("meta")) is None
 
 
