@@ -18,7 +18,7 @@ MAX_TAPS = 64
 Taps = Sequence[Annotated[int, Whole(-1)]]
 """An option: the numbers of the hidden states that a drafter reads, in this order."""
 Rope = Literal["neox", "interleaved"]
-Ends = Literal["own", "target"]
+WeightSource = Literal["own", "target"]
 Scaling = Literal["own", "target", "none"]
 SCALINGS = {"none": "without scaling", "target": "the target's"}
 """Values of the option ``rope_scaling`` beside ``own``, and what they mean."""

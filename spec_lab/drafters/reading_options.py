@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from spec_lab.core.options import Number, Whole
 from spec_lab.drafters.eagle.network import NormOutput
-from spec_lab.drafters.layer_conventions import Ends, Rope, Scaling, Taps
+from spec_lab.drafters.layer_conventions import Rope, Scaling, Taps, WeightSource
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 
@@ -46,8 +46,8 @@ class EagleOptions(ReadingOptions, total=False):
 
     norm_before_residual: bool | None
     norm_output: NormOutput | None
-    embedding: Ends | None
-    lm_head: Ends | None
+    embedding: WeightSource | None
+    lm_head: WeightSource | None
 
 
 class BlockOptions(ReadingOptions, total=False):

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from spec_lab.analysis.results import training
-from spec_lab.core.memory import available, readable
+from spec_lab.core.device_memory import available, readable
 from spec_lab.core.options import Count, Number, Share, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress

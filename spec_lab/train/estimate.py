@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from spec_lab.core.memory import readable
+from spec_lab.core.device_memory import readable
 from spec_lab.train.objectives import CHUNK
 from spec_lab.train.texts import Texts
 

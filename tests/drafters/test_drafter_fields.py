@@ -8,7 +8,7 @@ import pytest
 from spec_lab.drafters.block.layout import FIELDS as BLOCK
 from spec_lab.drafters.block.layout import OF_SPECULATORS
 from spec_lab.drafters.config_fields import IRRELEVANT, LAYER, MEANINGS, Fields
-from spec_lab.drafters.eagle.files import FIRST, SPECULATORS, THIRD
+from spec_lab.drafters.eagle.files import EAGLE1_FIELDS, EAGLE3_FIELDS, SPECULATORS
 from spec_lab.drafters.hydra.files import FIELDS as HYDRA
 from spec_lab.drafters.kangaroo.files import FIELDS as KANGAROO
 from spec_lab.drafters.medusa.files import OWN_FIELDS, PUBLISHED
@@ -18,8 +18,8 @@ FILE = Path("config.json")
 FAMILIES = (
     *BLOCK.values(),
     *OF_SPECULATORS.values(),
-    FIRST,
-    THIRD,
+    EAGLE1_FIELDS,
+    EAGLE3_FIELDS,
     SPECULATORS,
     LAYER,
     HYDRA,
@@ -50,26 +50,26 @@ SPECULATORS_EAGLE3 = {
     "dtype": "bfloat16",
 }  # fmt: skip
 PUBLISHED_CONFIGS = {  # as their authors and tools write them
-    "EAGLE for Llama 2": (FIRST, LLAMA),
-    "EAGLE for Llama 3": (FIRST, LLAMA | {"bias": False, "attention_bias": False, "rope_theta": 500000.0}),
-    "EAGLE of ModelOpt": (FIRST, LLAMA | {"eagle_config": {
+    "EAGLE for Llama 2": (EAGLE1_FIELDS, LLAMA),
+    "EAGLE for Llama 3": (EAGLE1_FIELDS, LLAMA | {"bias": False, "attention_bias": False, "rope_theta": 500000.0}),
+    "EAGLE of ModelOpt": (EAGLE1_FIELDS, LLAMA | {"eagle_config": {
         "use_aux_hidden_state": False, "use_input_layernorm_in_first_layer": False, "use_last_layernorm": False,
         "use_mtp_layernorm": False, "eagle_aux_hidden_state_layer_ids": [], "next_layer_regular": True,
         "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
     }, "mlp_bias": False, "draft_vocab_size": 128256}),
-    "EAGLE-3 of its authors": (THIRD, LLAMA | {"draft_vocab_size": 32000}),
-    "EAGLE-3.1 of SpecForge": (THIRD, LLAMA | {
+    "EAGLE-3 of its authors": (EAGLE3_FIELDS, LLAMA | {"draft_vocab_size": 32000}),
+    "EAGLE-3.1 of SpecForge": (EAGLE3_FIELDS, LLAMA | {
         "fc_norm": True, "norm_output": True, "max_window_layers": 48, "sliding_window": None,
         "use_sliding_window": False, "draft_vocab_size": 32000,
     }),
-    "EAGLE-3 of SpecForge for Gemma 3": (THIRD, LLAMA | {
+    "EAGLE-3 of SpecForge for Gemma 3": (EAGLE3_FIELDS, LLAMA | {
         "sliding_window": 512, "use_sliding_window": False, "target_model_type": "gemma3_text",
         "draft_vocab_size": 32000, "decoder_sparse_step": 1,
     }),
-    "EAGLE-3 of SpecForge for Kimi": (THIRD, LLAMA | {"eagle_config": {
+    "EAGLE-3 of SpecForge for Kimi": (EAGLE3_FIELDS, LLAMA | {"eagle_config": {
         "eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True,
     }}),
-    "EAGLE-3 of ModelOpt": (THIRD, LLAMA | {"eagle_config": {
+    "EAGLE-3 of ModelOpt": (EAGLE3_FIELDS, LLAMA | {"eagle_config": {
         "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
         "use_mtp_layernorm": False, "eagle_aux_hidden_state_layer_ids": [1, 17, 32], "next_layer_regular": True,
         "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1, "norm_before_fc": True,

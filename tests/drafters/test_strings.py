@@ -71,7 +71,7 @@ def test_the_draft_model_s_likeliest_tokens_are_drafted_as_text(pairs, name):
 
 
 def translated(target, draft, above, below):
-    """What a target drafts after one text of the other, which the draft model has drafted."""
+    """Return the draft after one text of the other, which the draft model has drafted."""
     between = strings(target_of(target), tokens_of(draft))
     drafted = encode(draft, below)
     if tokens_of(draft).begins_with_space:  # it would put another one before the text

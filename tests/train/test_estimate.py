@@ -1,4 +1,4 @@
-"""What a training keeps in memory, counted, and how many texts are computed together."""
+"""Memory of a training, counted, and how many texts are computed together."""
 
 from types import SimpleNamespace
 

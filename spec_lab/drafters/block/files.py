@@ -38,6 +38,7 @@ from spec_lab.drafters.block.layout import (
     BLOCK,
     CAUSAL,
     CONFIDENCE,
+    DFLASH2_FIELDS,
     DOMINO_FIELDS,
     DSPARK_FIELDS,
     FAMILIES,
@@ -45,12 +46,11 @@ from spec_lab.drafters.block.layout import (
     INNER,
     INTERLEAVED,
     NEIGHBOURS,
+    NESTED_FIELDS,
     OF_LAYERS,
     OF_SPECULATORS,
-    OWN,
-    PLACES,
-    SECOND_FIELDS,
     SPECULATORS,
+    SPECULATORS_FIELDS,
     TAPS,
     Kind,
 )
@@ -157,7 +157,7 @@ def _stated(files: DrafterFiles) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise ValueError(f"{files.file}: {INNER} must be a mapping, not {brief(inner)}")
     stated: dict[str, Any] = {}
-    for name in sorted({*PLACES, *DSPARK_FIELDS, *DOMINO_FIELDS, *SECOND_FIELDS, *OWN}):
+    for name in sorted({*NESTED_FIELDS, *DSPARK_FIELDS, *DOMINO_FIELDS, *DFLASH2_FIELDS, *SPECULATORS_FIELDS}):
         values = [value for value in (files.config.get(name), inner.get(name)) if value is not None]
         if not values:
             continue

@@ -49,19 +49,19 @@ INTERLEAVED = {"rope_is_neox_style": False, "is_neox_style": False}
 """Fields that tell whether the rotary embedding turns neighbours, and their value where it does."""
 NEIGHBOURS = "Lfm2DSparkDraftModel"
 """The class whose rotary embedding does unless a field tells otherwise."""
-PLACES = {
+NESTED_FIELDS = {
     "block_size", "mask_token_id", "target_layer_ids", "projector_type", "final_logit_softcapping", "output_multiplier",
     "input_embedding_scale", "use_swa", "swa_window_size", "draft_vocab_size", "sliding_window_non_causal", *ANCHOR,
     *CAUSAL, *INTERLEAVED,
 }  # fmt: skip
 """Fields that may stand at the top level or in ``dflash_config``."""
 SPECULATORS, TAPS = "speculators_model_type", "aux_hidden_state_layer_ids"
-OWN = (SPECULATORS, TAPS, "sliding_window_non_causal")
+SPECULATORS_FIELDS = (SPECULATORS, TAPS, "sliding_window_non_causal")
 """Fields of the format of speculators."""
 CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
 DSPARK_FIELDS = {"markov_rank", "markov_head_type", *CONFIDENCE}
 DOMINO_FIELDS = {"gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"}
-SECOND_FIELDS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+DFLASH2_FIELDS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 MEANS: Meanings = {
     "attention_mode": (("gqa", "mha"), "latent attention is not supported"),
     "use_aux_hidden_state": ((True,), "drafters that read the last hidden state in place of taps are not supported"),
@@ -71,7 +71,7 @@ NOT_READ = {
     "confidence_head_with_markov": "the tensors of the files tell",
 }
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
-COMMON = {*LAYER.read, *PLACES, *WINDOWS, "target_hidden_size"}
+COMMON = {*LAYER.read, *NESTED_FIELDS, *WINDOWS, "target_hidden_size"}
 NO_HEADS = (False,), "projector_type or architectures of a drafter with DSpark's heads must say so"
 FIELDS: Mapping[Kind, Fields] = {
     "dflash": Fields(
@@ -79,19 +79,19 @@ FIELDS: Mapping[Kind, Fields] = {
         COMMON,
         {**MEANS, **dict.fromkeys(CONFIDENCE, NO_HEADS), "markov_rank": ((0,), NO_HEADS[1])},
         NOT_READ,
-        PLACES,
+        NESTED_FIELDS,
     ),
-    "dspark": Fields("a DSpark drafter", COMMON | DSPARK_FIELDS, MEANS, NOT_READ, PLACES | DSPARK_FIELDS),
-    "dflash2": Fields("a DFlash2 drafter", COMMON | SECOND_FIELDS, MEANS, NOT_READ, PLACES | SECOND_FIELDS),
-    "domino": Fields("a Domino drafter", COMMON | DOMINO_FIELDS, MEANS, NOT_READ, PLACES | DOMINO_FIELDS),
+    "dspark": Fields("a DSpark drafter", COMMON | DSPARK_FIELDS, MEANS, NOT_READ, NESTED_FIELDS | DSPARK_FIELDS),
+    "dflash2": Fields("a DFlash2 drafter", COMMON | DFLASH2_FIELDS, MEANS, NOT_READ, NESTED_FIELDS | DFLASH2_FIELDS),
+    "domino": Fields("a Domino drafter", COMMON | DOMINO_FIELDS, MEANS, NOT_READ, NESTED_FIELDS | DOMINO_FIELDS),
 }
 """At the top level of the config, and in its ``dflash_config``."""
 OF_SPECULATORS: Mapping[Kind, Fields] = {
     kind: Fields(
         f"{fields.what} in the format of speculators",
         {
-            *OWN, "transformer_layer_config", "draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id",
-            "sample_from_anchor", *({*fields.read} & (DSPARK_FIELDS | SECOND_FIELDS)),
+            *SPECULATORS_FIELDS, "transformer_layer_config", "draft_vocab_size", "target_hidden_size", "block_size",
+            "mask_token_id", "sample_from_anchor", *({*fields.read} & (DSPARK_FIELDS | DFLASH2_FIELDS)),
         },
         {},
         {**NOT_READ, "model_type": "speculators_model_type tells"},

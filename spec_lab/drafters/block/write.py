@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from spec_lab.drafters.block.layout import ARCHITECTURES, BLOCK, DOMINO_FIELDS, INNER, SECOND_FIELDS, Kind
+from spec_lab.drafters.block.layout import ARCHITECTURES, BLOCK, DFLASH2_FIELDS, DOMINO_FIELDS, INNER, Kind
 from spec_lab.drafters.block.network import BlockNetwork
 from spec_lab.drafters.drafter_files import write_drafter
 
@@ -34,7 +34,7 @@ def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[
         inner |= dict(zip(DOMINO_FIELDS, (head.state_size, head.rank, head.uncorrected), strict=True))
     elif head is not None:
         sizes = (settings.conv_taps, settings.conv_group, head.rank, head.candidates)
-        inner |= dict(zip(SECOND_FIELDS, sizes, strict=True))
+        inner |= dict(zip(DFLASH2_FIELDS, sizes, strict=True))
     config = dict(settings.layer) | {
         "architectures": [next(name for name, known in ARCHITECTURES.items() if known == kind)],
         "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size, "block_size": settings.block_size,

@@ -19,7 +19,7 @@ Names and conventions that differ, and what they become here:
   ``proposer.taps`` sets them. With ``use_aux_hidden_state`` false there are none, and the last state is the feature.
 - ``norm_output``: speculators feed the normed state back. SpecForge did not until its pull request 879: true was
   "plain", false "raw" (``eagle.network``). Heads with the prefix ``model.`` are of tools that do as speculators.
-- Fields that may change what is computed, and are not read, are refused by name (``FIRST``, ``THIRD``).
+- Fields that may change what is computed, and are not read, are refused by name (``EAGLE1_FIELDS``, ``EAGLE3_FIELDS``).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ LAYERS = {
     *LAYER.read, "sliding_window", "use_sliding_window", "max_window_layers", "rope_is_neox_style", "is_neox_style",
     "original_max_position_embeddings",
 }  # fmt: skip
-OF_THIRD = (False,), "it is a part of EAGLE-3, but the files hold an EAGLE-1 or EAGLE-2 head"
+OF_EAGLE3 = (False,), "it is a part of EAGLE-3, but the files hold an EAGLE-1 or EAGLE-2 head"
 HEADS: Meanings = {
     "use_mtp_layernorm": ((False,), "norms of the inputs are not supported"),
     "parallel_draft_step": ((1,), "further heads of the same step are not supported"),
@@ -108,18 +108,18 @@ OTHER_LAYERS = dict.fromkeys(
     "describes layers of the target's family, and those of this architecture are Llama's",
 )  # fmt: skip
 """Fields that a config may have kept of the target's where its layers are Llama's."""
-FIRST = Fields(
+EAGLE1_FIELDS = Fields(
     "an EAGLE head",
     {*LAYERS, "bias"},
     {
-        **HEADS, **dict.fromkeys((*FLAGS, "use_aux_hidden_state"), OF_THIRD),
+        **HEADS, **dict.fromkeys((*FLAGS, "use_aux_hidden_state"), OF_EAGLE3),
         "use_input_layernorm_in_first_layer": ((False,), "a norm before the first layer is not supported"),
         "use_last_layernorm": ((False,), "a norm after the last layer is not supported"),
     },
-    NOT_READ | dict.fromkeys((TAPS, "draft_vocab_size", "target_hidden_size", "next_layer_regular"), OF_THIRD[1]),
+    NOT_READ | dict.fromkeys((TAPS, "draft_vocab_size", "target_hidden_size", "next_layer_regular"), OF_EAGLE3[1]),
 )  # fmt: skip
 """Fields of EAGLE-1 and EAGLE-2, in the config and in its ``eagle_config``."""
-THIRD = Fields(
+EAGLE3_FIELDS = Fields(
     "an EAGLE-3 head",
     {*LAYERS, *FLAGS, TAPS, "draft_vocab_size", "target_hidden_size", "use_aux_hidden_state"},
     {
@@ -178,7 +178,7 @@ def read_eagle(
 
 
 def read_eagle3(files: DrafterFiles, layout: Layout, build: Callable[[], T], dtype: torch.dtype | None) -> T:
-    """Read a network of the kind of EAGLE-3, which ``build`` makes without weights. Errors as of ``read_eagle``."""
+    """Read a network of the kind of EAGLE-3, which ``build`` makes without weights. Errors as in ``read_eagle``."""
     network = files.described(build)
     ids = draft_tokens(files, network.settings.vocab_size, network.settings.draft_vocab_size)
     held = {name: tensor for name, tensor in files.held.items() if name not in unused_ends(files)}
@@ -222,15 +222,15 @@ def eagle_settings(
         raise ValueError(f"{files.file}: speculators_model_type {brief(kind)} is not supported: choose {known}")
     if not isinstance(layer, dict):
         raise ValueError(f"{files.file}: transformer_layer_config must be a mapping, not {brief(layer)}")
-    third = (
+    is_eagle3 = (
         bool(parallel)
         or kind == "eagle3"
         or any(name.startswith("midlayer.") or name in TABLES or name.endswith("hidden_norm.weight") for name in shapes)
     )
-    files.expect(third or bool({"fc.weight", "fusion_fc.weight"} & shapes.keys()), "fc.weight")
+    files.expect(is_eagle3 or bool({"fc.weight", "fusion_fc.weight"} & shapes.keys()), "fc.weight")
     fields, windows, interleaved = choose_layer(files, layer)
     if layer is config:
-        table = THIRD if third else FIRST
+        table = EAGLE3_FIELDS if is_eagle3 else EAGLE1_FIELDS
         if is_llama(files):
             table = replace(table, irrelevant={**table.irrelevant, **OTHER_LAYERS})
         table.reading(parallel).check(files.file, config, "eagle_config")
@@ -240,7 +240,7 @@ def eagle_settings(
     h, layers = layer["hidden_size"], files.whole("num_hidden_layers", 1, config=layer)
     v, wide = target.vocabulary, target.services.hidden_size
     files.check_target(vocabulary=layer.get("vocab_size"))
-    if not third:
+    if not is_eagle3:
         files.check_target(h)
         if kind == "eagle" and files.flag("layernorms"):
             raise ValueError(f"{files.file}: layernorms=true is not supported: choose a head without further norms")
