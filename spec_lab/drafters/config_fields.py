@@ -65,7 +65,7 @@ IRRELEVANT: Mapping[str, str] = (
 """Fields of a config that change nothing in what any drafter computes, and why."""
 
 Meanings = Mapping[str, tuple[tuple[Any, ...], str]]
-"""The supported values of fields, and why no other."""
+"""By field, the values that are supported, and why others are not."""
 MEANINGS: Meanings = {
     "use_sliding_window": ((False,), "layers with windows are not supported"),
     "use_swa": ((False,), "layers with windows are not supported"),
@@ -76,8 +76,7 @@ MEANINGS: Meanings = {
     "qkv_bias": ((False,), "biases of queries, keys and values alone are not supported"),
     "decoder_sparse_step": ((1,), "layers with experts are not supported"),
 }
-"""Fields of which one meaning is supported, which is that of a config without the field: its values, and why no other.
-"""
+"""Fields with one supported meaning, which a config without the field has too, by their values of that meaning."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,13 @@ class Fields:
     """The known fields of a family's configs; any other field is refused, as a surplus tensor is.
 
     Args:
-        what: they describe.
-        read: names of the fields whose values are used or checked, whatever ``MEANINGS`` and ``IRRELEVANT`` say.
-        meanings: as ``MEANINGS``, beside these.
-        irrelevant: as ``IRRELEVANT``, beside these, whatever ``MEANINGS`` says.
-        read_inside: those of ``read`` that are read in a mapping inside the config too; the others may there only
-            repeat what the top level states.
+        what: what they describe, for messages: "an EAGLE head".
+        read: names of the fields that the family's reader uses or checks itself, whatever ``MEANINGS`` and
+            ``IRRELEVANT`` say.
+        meanings: further ``MEANINGS`` of the family.
+        irrelevant: further ``IRRELEVANT`` fields of the family, whatever ``MEANINGS`` says.
+        read_inside: those of ``read`` that may also stand in a mapping inside the config; the others may only repeat
+            there what the top level states.
     """
 
     what: str
@@ -100,11 +100,11 @@ class Fields:
     read_inside: Collection[str] = ()
 
     def reading(self, more: Collection[str]) -> Fields:
-        """These fields where others are read as well, whatever their meanings elsewhere."""
+        """Return these fields with further names in ``read``."""
         return replace(self, read={*self.read, *more})
 
     def check(self, file: Path, config: Mapping[str, Any], inside: str = "") -> None:
-        """Refuse fields that may change what is computed, and of which that is not known or not supported.
+        """Refuse fields that are unknown, and values that are not supported.
 
         Args:
             file: the config.
@@ -135,11 +135,12 @@ class Fields:
                 unknown.append(f"{path} ({brief(value)})")
         if unknown:
             more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-            problems.append(f"it is not known what {', '.join(unknown[:8])}{more} mean")
+            problems.append(f"unknown: {', '.join(unknown[:8])}{more}")
         if problems:
             raise ValueError(
-                f"{file}: of {self.what} {'; '.join(problems)}. Read otherwise than its authors mean it, it would "
-                "draft worse tokens: choose another drafter, or remove from the file what changes nothing"
+                f"{file}: fields of {self.what} are not supported: {'; '.join(problems)}. A drafter that is read "
+                "without them may draft worse tokens: choose another drafter, or remove fields that change nothing "
+                "from the file"
             )
 
 

@@ -11,6 +11,8 @@ from spec_lab.drafters.config_fields import OF_LAYERS
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.models.checkpoint import check_counts
 
+INTERLEAVED = {"rope_is_neox_style": False, "is_neox_style": False}
+"""Fields that tell whether the rotary embedding turns neighbours, and their value where it does."""
 PLAIN_THETA = 10000.0
 """Base of the rotary embeddings of RoPE's authors, which many classes use where a config states none."""
 MAX_TAPS = 64
@@ -96,6 +98,62 @@ def layer_windows(files: DrafterFiles, config: Mapping[str, Any]) -> tuple[int |
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def choose_window(
+    files: DrafterFiles, config: Mapping[str, Any], windows: Sequence[int | None], why: str
+) -> tuple[int | None, ...]:
+    """Settle the window of each decoder layer, None of one with full attention.
+
+    Args:
+        files: of the drafter.
+        config: of the layers. Its ``sliding_window`` is another reading where no layer has a window.
+        windows: as the files state them, all of one size.
+        why: they are read so.
+    """
+    largest = max(window or 0 for window in windows)
+    unused = files.whole("sliding_window", 0, 0, config=config)
+    chosen = files.choose("window", largest, "file", why, {"none": 0, "as stated": unused})
+    return tuple((chosen or None) if window or not largest else None for window in windows)
+
+
+def stated_flag(files: DrafterFiles, config: Mapping[str, Any], fields: Mapping[str, bool]) -> bool | None:
+    """Return whether flags with one meaning have the values in ``fields``; None where none of them is stated.
+
+    Raises:
+        ValueError: flags that contradict each other.
+    """
+    stated = {
+        name: files.flag(name, config=config) == value for name, value in fields.items() if config.get(name) is not None
+    }
+    if len({*stated.values()}) > 1:
+        values = " and ".join(f"{name} is {brief(config[name])}" for name in stated)
+        raise ValueError(f"{files.file}: {values}, which contradict each other")
+    return next(iter(stated.values()), None)
+
+
+def choose_of_two(
+    files: DrafterFiles, convention: str, stated: bool | None, default: bool, names: tuple[str, str]
+) -> bool:
+    """Choose between two values of a convention; return whether it is the second.
+
+    Args:
+        files: of the drafter.
+        convention: its name.
+        stated: whether the files state the second; None: they state nothing.
+        default: what is meant then.
+        names: of the values.
+    """
+    value = names[default if stated is None else stated]
+    why = "files that state nothing mean it" if stated is None else "the config states it"
+    other = names[1 - names.index(value)]
+    chosen = files.choose(convention, value, "default" if stated is None else "file", why, {other: other})
+    return bool(chosen == names[1])
+
+
+def choose_rope(files: DrafterFiles, config: Mapping[str, Any], default: bool = False) -> bool:
+    """Return whether rotary embeddings turn neighbours, which ``default`` says where ``config`` does not."""
+    return choose_of_two(files, "rope", stated_flag(files, config, INTERLEAVED), default, ("neox", "interleaved"))
+
+
 def _choose_rotation(files: DrafterFiles, config: Mapping[str, Any], fields: dict[str, Any]) -> None:
     """Settle how the layers rotate queries and keys, in their ``fields``.
 
@@ -179,3 +237,31 @@ def settle_taps(
             "-1 after its final norm"
         )
     return tuple(chosen)
+
+
+def ordered_taps(
+    files: DrafterFiles, where: str, named: Any, shift: int, source: Source = "file", why: str = "", order: str = ""
+) -> tuple[int, ...]:
+    """Settle the hidden states that a config names, which are read in the order of the layers, as engines collect them.
+
+    Args:
+        files: of the drafter.
+        where: the field.
+        named, shift: as in ``numbered_taps``.
+        source: of what the numbers are.
+        why: they are those; empty: the format says so.
+        order: why they are read in the order of the list; empty: they are not.
+
+    Raises:
+        ValueError: as in ``numbered_taps`` and ``settle_taps``.
+    """
+    listed = numbered_taps(files, where, named, shift)
+    why = f"{where} is {brief(named)}, " + (
+        why or f"numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
+    )
+    if (taps := sorted(listed)) == listed:
+        return settle_taps(files, taps, source, why)
+    if order:
+        return settle_taps(files, listed, "guess", f"{why}, {order}", {"in the order of the layers": taps})
+    why += ", and engines read taps in the order of the layers"
+    return settle_taps(files, taps, "guess", why, {"in the order of the list": listed})

@@ -44,7 +44,6 @@ from spec_lab.drafters.block.layout import (
     FAMILIES,
     FIELDS,
     INNER,
-    INTERLEAVED,
     NEIGHBOURS,
     NESTED_FIELDS,
     OF_LAYERS,
@@ -58,7 +57,17 @@ from spec_lab.drafters.block.network import BlockNetwork, BlockSettings
 from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.eagle.conventions import draft_tokens
-from spec_lab.drafters.layer_conventions import layer_fields, layer_windows, numbered_taps, settle_taps
+from spec_lab.drafters.layer_conventions import (
+    choose_of_two,
+    choose_rope,
+    choose_window,
+    layer_fields,
+    layer_windows,
+    numbered_taps,
+    ordered_taps,
+    settle_taps,
+    stated_flag,
+)
 from spec_lab.models.target import Target
 
 MAX_BLOCK = 256
@@ -83,8 +92,7 @@ def read_block(path: str, target: Target, options: Mapping[str, Any] | None = No
     with DrafterFiles.open(path, "a block drafter", target, converts=False, options=options) as files:
         stated = _stated(files)
         settings = _settings(files, stated)
-        default = NEIGHBOURS in files.architectures
-        interleaved = _two(files, "rope", _one_of(files, stated, INTERLEAVED), default, ("neox", "interleaved"))
+        interleaved = choose_rope(files, stated, NEIGHBOURS in files.architectures)
         ids = draft_tokens(files, target.vocabulary, settings.draft_vocab_size)
         network = files.read(BLOCK, lambda: BlockNetwork(settings))
         network.ids = ids.to(target.lm.device)
@@ -109,7 +117,7 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
     family = layer.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, not {brief(family)}")
-    next_row = _two(files, "anchor", _one_of(files, stated, ANCHOR), kind == "dspark", ("own", "next"))
+    next_row = choose_of_two(files, "anchor", stated_flag(files, stated, ANCHOR), kind == "dspark", ("own", "next"))
     size = files.whole("block_size", maximum=MAX_BLOCK, config=stated)
     if size + next_row < 2:
         raise ValueError(
@@ -201,36 +209,6 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
     return "dflash"
 
 
-def _one_of(files: DrafterFiles, stated: Mapping[str, Any], fields: Mapping[str, bool]) -> bool | None:
-    """Return what any of several flags states: whether it has the value in ``fields``; None where none is stated.
-
-    Raises:
-        ValueError: flags that contradict each other.
-    """
-    stated_values = {name: files.flag(name, config=stated) == value for name, value in fields.items() if name in stated}
-    if len({*stated_values.values()}) > 1:
-        values = " and ".join(f"{name} is {brief(stated[name])}" for name in stated_values)
-        raise ValueError(f"{files.file}: {values}, which contradict each other")
-    return next(iter(stated_values.values()), None)
-
-
-def _two(files: DrafterFiles, convention: str, stated: bool | None, default: bool, names: tuple[str, str]) -> bool:
-    """Choose between two values of a convention.
-
-    Args:
-        files: of the drafter.
-        convention: its name.
-        stated: whether the files state the second; None: they state nothing.
-        default: what is meant then.
-        names: of the values.
-    """
-    value = names[default if stated is None else stated]
-    why = "files that state nothing mean it" if stated is None else "the config states it"
-    other = names[1 - names.index(value)]
-    chosen = files.choose(convention, value, "default" if stated is None else "file", why, {other: other})
-    return bool(chosen == names[1])
-
-
 def _attention(
     files: DrafterFiles, stated: Mapping[str, Any], layer: Mapping[str, Any]
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
@@ -249,13 +227,8 @@ def _attention(
         windows = (size or files.whole("sliding_window", config=layer),) * len(windows)
     elif size is not None:
         windows = tuple(window and size for window in windows)
-    largest = max(window or 0 for window in windows)
-    unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it
-    window = files.choose(
-        "window", largest, "file", "layer_types, use_swa and sliding_window tell", {"none": 0, "as stated": unused}
-    )
-    windows = tuple((window or None) if layer_window or not largest else None for layer_window in windows)
-    stated_causal = _one_of(files, stated, CAUSAL)
+    windows = choose_window(files, layer, windows, "layer_types, use_swa and sliding_window tell")
+    stated_causal = stated_flag(files, stated, CAUSAL)
     causal = files.choose(
         "causal", default if stated_causal is None else "all" if stated_causal else "none",
         "default" if stated_causal is None else "file",
@@ -320,12 +293,7 @@ def _taps(files: DrafterFiles, stated: Mapping[str, Any], layers: int) -> tuple[
         spread = [round(1 + i * (last - 4) / (layers - 1)) for i in range(layers)] if layers > 1 else [last // 2]
         taps = [max(0, min(layer + 1, last)) for layer in spread]
         return settle_taps(files, taps, "default", f"{where} names none; DFlash spreads them over the layers")
-    listed = numbered_taps(files, where, named, shift)
-    taps = sorted(listed)
+    taps = numbered_taps(files, where, named, shift)
     if len({*taps}) < len(taps):
         raise ValueError(f"{files.file}: {where} must name different layers, not {brief(named)}")
-    why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
-    if taps == listed:
-        return settle_taps(files, taps, "file", why)
-    why += ", and engines read taps in the order of the layers"
-    return settle_taps(files, taps, "guess", why, {"in the order of the list": listed})
+    return ordered_taps(files, where, named, shift)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from spec_lab.drafters.config_fields import LAYER, Fields, Meanings
+from spec_lab.drafters.layer_conventions import INTERLEAVED
 from spec_lab.drafters.layouts import Entry, Layout
 
 BLOCK = Layout("block drafter", (
@@ -45,8 +46,6 @@ ANCHOR = {"sample_from_anchor": True, "shift_label": True, "dspark_bonus_anchor"
 """Fields that tell whether the pending token's row drafts the first level, and their value where it does."""
 CAUSAL = {"is_causal": True, "causal": True}
 """Fields that tell whether the rows of a block attend to rows before them only, and their value where they do."""
-INTERLEAVED = {"rope_is_neox_style": False, "is_neox_style": False}
-"""Fields that tell whether the rotary embedding turns neighbours, and their value where it does."""
 NEIGHBOURS = "Lfm2DSparkDraftModel"
 """The class whose rotary embedding does unless a field tells otherwise."""
 NESTED_FIELDS = {

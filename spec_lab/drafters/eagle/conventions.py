@@ -10,12 +10,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from spec_lab.core.options import brief
 from spec_lab.core.reading import Source
 from spec_lab.core.tensors import readable
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.eagle.network import NormOutput
-from spec_lab.drafters.layer_conventions import layer_fields, layer_windows, numbered_taps, settle_taps
+from spec_lab.drafters.layer_conventions import (
+    choose_rope,
+    choose_window,
+    layer_fields,
+    layer_windows,
+    ordered_taps,
+    settle_taps,
+)
 from spec_lab.models.checkpoint import weight_files
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -89,27 +95,8 @@ def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[st
     if kind == "llama" and (norms or (biases and not last_bias)):
         kind = "qwen3" if norms else "qwen2"  # Llama's layers with norms, or with biases of queries, keys, values alone
     fields = layer_fields(files, {**layer, "model_type": kind}, windows=True) | {"model_type": kind}
-    return fields, _windows(files, layer), _interleaved(files, layer)
-
-
-def _windows(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer. Errors as in ``DrafterFiles.windows``."""
-    windows = layer_windows(files, layer)
-    largest = max(window or 0 for window in windows)
-    unused = files.whole("sliding_window", 0, 0, config=layer)  # perhaps stated, although no layer has it
     why = "layer_types and use_sliding_window tell which layers have it"
-    window = files.choose("window", largest, "file", why, {"none": 0, "as stated": unused})
-    return tuple((window or None) if layer_window or not largest else None for layer_window in windows)
-
-
-def _interleaved(files: DrafterFiles, layer: Mapping[str, Any]) -> bool:
-    """Whether the rotary embedding turns neighbours."""
-    flags = [name for name in ("rope_is_neox_style", "is_neox_style") if layer.get(name) is not None]
-    value = "neox" if all(files.flag(name, config=layer) for name in flags) else "interleaved"
-    source: Source = "file" if flags else "default"
-    why = f"{flags[0]} tells" if flags else "no field says otherwise"
-    rope = files.choose("rope", value, source, why, {"halves of a head": "neox", "neighbours": "interleaved"})
-    return bool(rope == "interleaved")
+    return fields, choose_window(files, layer, layer_windows(files, layer), why), choose_rope(files, layer)
 
 
 def is_llama(files: DrafterFiles) -> bool:
@@ -197,6 +184,11 @@ def reads_taps(files: DrafterFiles) -> bool:
     return files.flag("use_aux_hidden_state", True, config=stating(files, "use_aux_hidden_state"))
 
 
+def usual_taps(layers: int) -> tuple[int, int, int]:
+    """Return the numbers of the hidden states that EAGLE-3's authors read, of a target with so many layers."""
+    return 2, layers // 2, layers - 3
+
+
 def choose_taps(files: DrafterFiles) -> tuple[int, ...]:
     """Return the numbers of the hidden states that an EAGLE-3 head reads.
 
@@ -213,24 +205,18 @@ def choose_taps(files: DrafterFiles) -> tuple[int, ...]:
     if not named and config.get("eagle_config"):
         named, shift, where = config["eagle_config"].get(TAPS), 1, f"eagle_config.{TAPS}"
     if not named:
-        usual = (2, last // 2, last - 3)
+        usual = usual_taps(last)
         spread = [round(1 + i * (last - 4) / max(1, count - 1)) + 1 for i in range(count)]
         taps = sorted(max(0, min(tap, last)) for tap in (usual if count == len(usual) else spread))
         why = f"{where} names none" + "; these are EAGLE-3's own" * (count == len(usual))
         return settle_taps(files, taps, "guess", why, {"spread over the layers": spread})
     source: Source = "guess" if shift else "file"
-    why = f"{where} is {brief(named)}, numbers of {'layers whose outputs are read' if shift else 'hidden states'}"
+    why = order = ""
     if shift and isinstance(named, list) and last in named:
-        source, shift, why = "file", 0, f"{where} is {brief(named)}, where {last} can only be the number of a state"
-    listed = numbered_taps(files, where, named, shift)
-    taps = sorted(listed)
-    if taps == listed:
-        return settle_taps(files, taps, source, why)
+        source, shift, why = "file", 0, f"where {last} can only be the number of a state"
     if _is_of_training(files.folder):
-        why += ", in the order in which this package trained the head"
-        return settle_taps(files, listed, "guess", why, {"in the order of the layers": taps})
-    why += ", and engines read taps in the order of the layers"
-    return settle_taps(files, taps, "guess", why, {"in the order of the list": listed})
+        order = "in the order in which this package trained the head"
+    return ordered_taps(files, where, named, shift, source, why, order)
 
 
 def _is_of_training(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from spec_lab.core.options import Count, Share, Whole
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.drafters.eagle.conventions import usual_taps
 from spec_lab.drafters.eagle.files import write_eagle3
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.models.target import Target
@@ -76,7 +77,7 @@ class Eagle3Recipe(Recipe):
                     f"task.recipe.taps names hidden state {max(self.taps)}, but {target.name} has states 0 to {last}"
                 )
             return tuple(sorted(self.taps))  # as they are read (``drafters.eagle.files``)
-        usual = (2, last // 2, last - 3)
+        usual = usual_taps(last)
         return usual if 0 < usual[0] < usual[1] < usual[2] else (1, max(1, last // 2), max(1, last - 1))
 
     def states(self, target: Target) -> tuple[int, ...]:
