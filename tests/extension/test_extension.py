@@ -235,12 +235,14 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
 
 
 @pytest.mark.nightly
-def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli, monkeypatch):
+def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
     code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors
-    assert "draft_chain (iid), agree FAILS: outputs " in output and ", apart on " in output
+    assert "masks are wrong" in output and "FAILS: constraint 'apart': " in output
+    (pair,) = left_behind("certificate.json")["pairs"]
+    assert pair["exact"]["worst_tv"] > 0.1
 
 
 @pytest.mark.parametrize("placement", get_args(Placement))
