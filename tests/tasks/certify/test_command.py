@@ -133,7 +133,7 @@ def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, 
         ("task.tokens=-1", "task.tokens must be a whole number of 0 or more, not -1"),
         ("task.samples=many", "task.samples must be a whole number of 1 or more, not 'many'"),
         ("task.tokenz=3", "Key 'tokenz' is not in struct"),
-        ("+task.tokenz=3", "unexpected keyword argument 'tokenz'"),
+        ("+task.tokenz=3", "task.tokenz: did you mean task.tokens?"),
         ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'point'"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_bias_that_only_samples_show_is_confirmed_and_fails(flat_cli, certific
     (again,) = pair["rejected"]
     assert (again["name"], again["samples"], again["seed"]) == ("joint distribution of four tokens", 3200, 1)
     assert pair["failed"].startswith("joint distribution of four tokens: rejected twice, then with p = ")
-    assert "draft_tree (gumbel), gumbel FAILS: joint distribution of four tokens: rejected twice" in output
+    assert "FAILS: draft_tree (gumbel), gumbel: joint distribution of four tokens: rejected twice" in output
 
 
 @pytest.mark.nightly
