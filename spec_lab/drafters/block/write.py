@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from spec_lab.drafters.block.layout import ARCHITECTURES, BLOCK, DFLASH2_FIELDS, DOMINO_FIELDS, INNER, Kind
+from spec_lab.drafters.block.layout import ARCHITECTURES, BLOCK, INNER, Kind
 from spec_lab.drafters.block.network import BlockNetwork
 from spec_lab.drafters.drafter_files import write_drafter
 
@@ -31,10 +31,12 @@ def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[
         inner |= {"markov_rank": head.rank if head else 0, "enable_confidence_head": bool(settings.confidence)}
         inner |= {"markov_head_type": head.kind} if head else {}
     elif head is not None and kind == "domino":
-        inner |= dict(zip(DOMINO_FIELDS, (head.state_size, head.rank, head.uncorrected), strict=True))
+        inner |= {"gru_hidden_dim": head.state_size, "emb_dim": head.rank, "pure_draft_prefix_len": head.uncorrected}
     elif head is not None:
-        sizes = (settings.conv_taps, settings.conv_group, head.rank, head.candidates)
-        inner |= dict(zip(DFLASH2_FIELDS, sizes, strict=True))
+        inner |= {
+            "conv_kernel_size": settings.conv_taps, "conv_group_size": settings.conv_group,
+            "selector_rank": head.rank, "selector_top_k": head.candidates,
+        }  # fmt: skip
     config = dict(settings.layer) | {
         "architectures": [next(name for name, known in ARCHITECTURES.items() if known == kind)],
         "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size, "block_size": settings.block_size,
