@@ -121,7 +121,7 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     out = tmp_path / "out"
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 0
     frame = load(out)
-    assert list(frame.columns) == list(COST) and not (out / "parts").exists()
+    assert list(frame.columns) == [*COST, *NEWER] and not (out / "parts").exists()
     assert set(frame["arm"]) == {"nodes 0", "nodes 2", "nodes 5", "speculative", "baseline"}
     assert len(frame) == 5 * 2 * 2 * 2 and frame["id"].is_unique
     assert (frame.loc[frame["fixed"], "nodes"] == frame.loc[frame["fixed"], "arm"].str[6:].astype(int)).all()

@@ -368,7 +368,7 @@ def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
     masks = report["constraint"]["masks"]
     assert masks["rows"] >= 400
     assert masks["refused_prompts"] == 1 and masks["refusal"].endswith(": refused")
-    assert "1 prompt refused" in output
+    assert "The constraint refuses 1 of the prompts: " in output
 
 
 @pytest.mark.nightly
