@@ -399,8 +399,13 @@ class _Names(dict[str, Any]):
 
 
 def _annotations(made: Any) -> dict[str, Any]:
-    names = _Names(vars(sys.modules[made.__module__]))
-    return {name: evaluate(annotation, names) for name, annotation in inspect.get_annotations(made).items()}
+    annotations = inspect.get_annotations(made)
+    modules = {  # a TypedDict has its bases' annotations too, each with the module that it was written in
+        name: getattr(annotation, "__forward_module__", None) or made.__module__
+        for name, annotation in annotations.items()
+    }
+    names = {module: _Names(vars(sys.modules[module])) for module in modules.values()}
+    return {name: evaluate(annotation, names[modules[name]]) for name, annotation in annotations.items()}
 
 
 @cache

@@ -220,7 +220,7 @@ def test_wrong_options_are_refused_by_name(target, tmp_path, options, message):
 
 def test_unknown_fields_are_refused_by_name(target, tmp_path):
     config, tensors = adapter(H, 1)
-    with pytest.raises(ValueError, match=r"gate \(true\) mean"):
+    with pytest.raises(ValueError, match=r"unknown: gate \(true\)"):
         kangaroo.load(target, written(tmp_path, config | {"gate": True}, tensors), depth=6)
 
 

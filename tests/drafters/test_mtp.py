@@ -308,7 +308,7 @@ REFUSED = {
     "windows": (stating(model_type="mistral", sliding_window=4), "'mistral' are not supported .*windows"),
     "attention of its own": (stating(model_type="gptj", n_head=4, rotary_dim=4), "'gptj'"),
     "unknown": (stating(model_type="nothing"), "'nothing'"),
-    "unknown fields": (stating(mtp_layer_scale=2, top=None), r"mtp_layer_scale \(2\) mean"),
+    "unknown fields": (stating(mtp_layer_scale=2, top=None), r"unknown: mtp_layer_scale \(2\)"),
     "another meaning": (stating(scoring_func="softmax"), "scoring_func is 'softmax', and only 'sigmoid'"),
     "no kind": (lambda config, tensors: config.pop("model_type"), "model_type"),
 }

@@ -89,12 +89,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(folder, change, says):
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(folder, monkeypatch):
     """With the dtypes that fit; on the CPU a tied LM head is copied, and the largest weight is held twice."""
     monkeypatch.setattr(loading, "_fill", Mock(side_effect=AssertionError("read")))
-    monkeypatch.setattr(loading.memory, "available", lambda _: 150_000)
+    monkeypatch.setattr(loading.device_memory, "available", lambda _: 150_000)
     with pytest.raises(
         ValueError, match=r"need \d+ KiB in float64, and 146 KiB of memory .* on cpu: target.dtype=bfloat16 needs"
     ):
         Target.load(str(folder), dtype="float64")
-    monkeypatch.setattr(loading.memory, "available", lambda _: 1000)
+    monkeypatch.setattr(loading.device_memory, "available", lambda _: 1000)
     with pytest.raises(ValueError, match="no smaller target.dtype fits"):
         Target.load(str(folder), dtype="float32")
 
@@ -112,7 +112,7 @@ def test_weights_are_read_to_a_gpu_whose_host_has_less_memory(folder, monkeypatc
 
     monkeypatch.setattr(loading, "device_of", lambda _: device)
     monkeypatch.setattr(loading, "find_spec", lambda name: True if accelerate else None)
-    monkeypatch.setattr(loading.memory, "available", lambda where: 10**9 if where == device else 1000)
+    monkeypatch.setattr(loading.device_memory, "available", lambda where: 10**9 if where == device else 1000)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", from_pretrained)
     if not accelerate:
         with pytest.raises(ValueError, match="on cpu, through which they are read without the package accelerate"):
