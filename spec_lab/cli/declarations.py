@@ -43,7 +43,6 @@ MOVED = (
     (r"target\.", "models.target."),
     (r"prompts\.", "text.prompts."),
     (r"track\.", "analysis.tracking."),
-    (r"law\.", "core.probabilities."),
     (r"(tasks\.verifier_study|recorded)\.judge$", "tasks.verifier_study.study_verifiers"),
     (r"(text\.prompts|text|prompts)\.spec_bench$", "text.datasets.load"),
     (r"text\.jsonl$", "text.prompts.jsonl"),

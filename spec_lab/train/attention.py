@@ -1,11 +1,11 @@
-"""Attention of training: rows that attend to keys which many rows share, and to some of their own.
+"""Attention of training: rows that attend to keys which many rows share, and to private ones.
 
 The shares of the two kinds of keys are merged by their log-sum-exps, so the scores of the shared keys are never kept:
 they are those of torch's fused attention, forward and backward. The fused backward computes ``exp(score - L)``, so with
 the merged output and the merged L of each row it returns the gradients of the shared part of the merged attention.
 
 Letters: B texts, h heads, g of them share keys and values, C shared keys, A groups of r rows each, m keys that a group
-has of its own, d width of a head.
+has for itself, d width of a head.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ HIDDEN = -1e30
 def merged_attention(
     query: Tensor,
     shared: tuple[Tensor, Tensor],
-    own: Sequence[tuple[Tensor, Tensor]],
+    private: Sequence[tuple[Tensor, Tensor]],
     scale: float,
     mask: Tensor | None = None,
-    own_mask: Tensor | None = None,
+    private_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention over shared keys and each group's own, computed in float32 at least.
+    """Attention over shared keys and each group's private ones, computed in float32 at least.
 
     In bfloat16 the gradients of queries and keys are differences of rounded numbers: mostly noise.
 
     Args:
         query: ``[B, h, A * r, d]``.
         shared: keys and values ``[B, h / g, C, d]``.
-        own: keys and values of the groups, ``[B, h / g, A, m, d]`` each.
+        private: keys and values of the groups, ``[B, h / g, A, m, d]`` each.
         scale: of the scores.
         mask: additive, ``[B, 1, A * r, C]``, with ``HIDDEN``; None: row i attends to shared keys 0 to i.
-        own_mask: additive, ``[r, m]``, of all keys in ``own``; None: rows attend to all of them.
+        private_mask: additive, ``[r, m]``, of all keys in ``private``; None: rows attend to all of them.
 
     Returns:
         ``[B, h, A * r, d]``, in the dtype of the query.
     """
-    flat = [*(key for key, _ in own), *(value for _, value in own)]
-    return cast(Tensor, _Merged.apply(scale, mask, own_mask, query, *shared, *flat))
+    flat = [*(key for key, _ in private), *(value for _, value in private)]
+    return cast(Tensor, _Merged.apply(scale, mask, private_mask, query, *shared, *flat))
 
 
 class _Merged(torch.autograd.Function):
@@ -57,54 +57,54 @@ class _Merged(torch.autograd.Function):
         ctx: Any,
         scale: float,
         mask: Tensor | None,
-        own_mask: Tensor | None,
+        private_mask: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *own: Tensor,
+        *private: Tensor,
     ) -> Tensor:
         with _full_precision(query):
             q, k, v = _widened(query, key, value)
             output, total, _ = _fused(q, k, v, mask, scale)
-            if own:
-                keys, values = _joined(own, q)
-                scores = _own_scores(q, keys, own_mask, scale)
+            if private:
+                keys, values = _joined(private, q)
+                scores = _private_scores(q, keys, private_mask, scale)
                 merged = torch.logaddexp(total, scores.logsumexp(-1).view_as(total))
                 shares = (scores - merged.view(scores.shape[:-1])[..., None]).exp()
                 output = output * (total - merged).exp()[..., None] + (shares @ values[:, :, None]).reshape(q.shape)
                 total = merged
         ctx.scale = scale
-        ctx.save_for_backward(mask, own_mask, query, key, value, output, total, *own)
+        ctx.save_for_backward(mask, private_mask, query, key, value, output, total, *private)
         return output.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        mask, own_mask, query, key, value, output, total, *own = ctx.saved_tensors
+        mask, private_mask, query, key, value, output, total, *private = ctx.saved_tensors
         scale, heads = ctx.scale, key.shape[1]
         with _full_precision(query):
             q, k, v = _widened(query, key, value)
             gradient = gradient.to(q.dtype)
             d_query, d_key, d_value = _fused_backward(gradient, q, k, v, output, total, mask, scale)
             d_key, d_value = (d.unflatten(1, (heads, -1)).sum(2) for d in (d_key, d_value))
-            d_own: list[Tensor] = []
-            if own:
-                keys, values = _joined(own, q)
-                scores = _own_scores(q, keys, own_mask, scale)
+            d_private: list[Tensor] = []
+            if private:
+                keys, values = _joined(private, q)
+                scores = _private_scores(q, keys, private_mask, scale)
                 shares = (scores - total.view(scores.shape[:-1])[..., None]).exp()  # [B, h / g, g, A, r, m]
                 rows = gradient.view(*scores.shape[:-1], -1)
                 constant = (gradient * output).sum(-1).view(scores.shape[:-1])[..., None]
                 d_scores = shares * (rows @ values[:, :, None].transpose(-1, -2) - constant) * scale
                 d_query = d_query + (d_scores @ keys[:, :, None]).reshape(q.shape)
-                sizes = [tensor.shape[3] for tensor in own[: len(own) // 2]]
+                sizes = [tensor.shape[3] for tensor in private[: len(private) // 2]]
                 d_keys = (d_scores.transpose(-1, -2) @ q.view_as(rows)).sum(2)
                 d_values = (shares.transpose(-1, -2) @ rows).sum(2)
-                d_own = [*d_keys.split(sizes, 3), *d_values.split(sizes, 3)]
-        given = (query, key, value, *own)
+                d_private = [*d_keys.split(sizes, 3), *d_values.split(sizes, 3)]
+        given = (query, key, value, *private)
         return (
             None,
             None,
             None,
-            *(d.to(tensor.dtype) for d, tensor in zip((d_query, d_key, d_value, *d_own), given, strict=True)),
+            *(d.to(tensor.dtype) for d, tensor in zip((d_query, d_key, d_value, *d_private), given, strict=True)),
         )
 
 
@@ -121,15 +121,15 @@ def _widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     return query.to(wide), key.to(wide), value.to(wide)
 
 
-def _joined(own: Sequence[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+def _joined(private: Sequence[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
     """The groups' keys and values, ``[B, h / g, A, m, d]``, from the keys and then the values of each piece."""
-    half = len(own) // 2
-    keys, values = torch.cat(tuple(own[:half]), 3), torch.cat(tuple(own[half:]), 3)
+    half = len(private) // 2
+    keys, values = torch.cat(tuple(private[:half]), 3), torch.cat(tuple(private[half:]), 3)
     return keys.to(query.dtype), values.to(query.dtype)
 
 
-def _own_scores(query: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Scores of the groups' own keys, ``[B, h / g, g, A, r, m]``."""
+def _private_scores(query: Tensor, keys: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Scores of the groups' private keys, ``[B, h / g, g, A, r, m]``."""
     heads, groups = keys.shape[1], keys.shape[2]
     rows = query.unflatten(2, (groups, -1)).unflatten(1, (heads, -1))
     scores = rows @ keys[:, :, None].transpose(-1, -2) * scale

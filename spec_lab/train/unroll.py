@@ -64,5 +64,5 @@ class UnrollAttention:
         pairs = [
             (key[:, :, :columns], value[:, :, :columns]) for key, value in zip(self.keys, self.values, strict=True)
         ]
-        own = [(key.unsqueeze(3), value.unsqueeze(3)) for key, value in pairs[1:]]
-        return merged_attention(query, pairs[0], own, scale).transpose(1, 2)
+        private = [(key.unsqueeze(3), value.unsqueeze(3)) for key, value in pairs[1:]]
+        return merged_attention(query, pairs[0], private, scale).transpose(1, 2)

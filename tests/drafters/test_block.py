@@ -452,11 +452,11 @@ def test_the_reading_of_a_drafter_is_recorded_and_its_values_are_options(target,
 def test_an_option_sets_right_what_a_config_misstates(target, folders, tmp_path, name, wrong, right):
     config, tensors = VARIANTS[name]
     path = written(tmp_path / "drafter", config | wrong, tensors)
-    found = [
+    texts = [
         emitted(decode(target, BlockDrafter.load(target, folder, depth=3, **options), requests(WARM, new=10))[0])
         for folder, options in ((folders[name], {}), (path, right), (path, {}))
     ]
-    assert found[0] == found[1] != found[2]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_taps_are_read_in_the_order_of_the_layers_and_the_other_order_is_offered(target, tmp_path, caplog):

@@ -86,8 +86,8 @@ def test_q_is_that_of_all_tokens_over_those_that_are_kept(target, folders, liste
             torch.testing.assert_close(q, expected / expected.sum(), rtol=0, atol=1e-9)
             compared += 1
     assert compared >= 3
-    own = IDS if "table" in name or name == "P-EAGLE" else range(VOCABULARY)
-    assert cut.network.ids.tolist() == [token for token in own if token in KEPT]
+    drafted = IDS if "table" in name or name == "P-EAGLE" else range(VOCABULARY)
+    assert cut.network.ids.tolist() == [token for token in drafted if token in KEPT]
     assert cut.facts["drafted_share"] == len(cut.network.ids) / VOCABULARY and "drafted_tokens" not in whole.facts
     assert cut.sha256 != whole.sha256
 

@@ -67,9 +67,9 @@ def in_order(order, inside=False):
     """``fc`` reads the taps in this order, in which they are listed, perhaps as outputs of layers."""
     config, tensors = official()
     parts, states = tensors["fc.weight"].chunk(3, 1), config.pop(TAPS)
-    taps = [states[place] for place in order]
+    taps = [states[index] for index in order]
     listed = {"eagle_config": {TAPS: [tap - 1 for tap in taps]}} if inside else {TAPS: taps}
-    return config | listed, tensors | {"fc.weight": torch.cat([parts[place] for place in order], 1)}
+    return config | listed, tensors | {"fc.weight": torch.cat([parts[index] for index in order], 1)}
 
 
 def interleaved(**fields):
@@ -97,12 +97,12 @@ def noise(rows):
     return torch.randn(rows, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
 
-def target_lm_head(own):
+def target_lm_head(untrained):
     """The head without an LM head of its own, or with one that was never trained."""
     config, tensors = official()
     for name in ("lm_head.weight", "d2t", "t2d"):
         del tensors[name]
-    return config | {"draft_vocab_size": 4096}, tensors | ({"lm_head.weight": noise(4096)} if own else {})
+    return config | {"draft_vocab_size": 4096}, tensors | ({"lm_head.weight": noise(4096)} if untrained else {})
 
 
 WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True}

@@ -29,13 +29,13 @@ def unrolls(count, heads=4, shared_heads=2, columns=7, width=4):
 
 
 def blocks(contexts=((0, 2, 5), (1, 3, 5)), size=3, columns=6, windows=100):
-    """Queries of blocks ``[2, 4, A * r, d]`` that attend to so many shared keys, and their own keys and masks."""
+    """Queries of blocks ``[2, 4, A * r, d]`` that attend to so many shared keys, and the keys of each block and masks."""
     groups = len(contexts[0])
-    query, own = random(2, 4, groups * size, 4), [(random(2, 2, groups, size, 4, seed=i) for i in (3, 4))]
+    query, private = random(2, 4, groups * size, 4), [(random(2, 2, groups, size, 4, seed=i) for i in (3, 4))]
     after = torch.tensor(contexts).repeat_interleave(size, 1)[:, None, :, None]
     near = torch.arange(size).repeat(groups)[:, None] + after - torch.arange(columns) < windows
     mask = torch.where((torch.arange(columns) < after) & near, 0.0, HIDDEN).to(FLOAT)
-    return query, (random(2, 2, columns, 4, seed=1), random(2, 2, columns, 4, seed=2)), [tuple(own[0])], mask
+    return query, (random(2, 2, columns, 4, seed=1), random(2, 2, columns, 4, seed=2)), [tuple(private[0])], mask
 
 
 CASES = {
@@ -51,10 +51,13 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_attention_over_all_keys_and_so_are_its_gradients(name):
-    query, shared, own, *rest = CASES[name]()
+    query, shared, private, *rest = CASES[name]()
     rest = rest or [0.5]
-    leaves = [query, *shared, *(tensor for pair in own for tensor in pair)]
-    ours, plain = merged_attention(query, shared, own, *rest), oracle.merged_attention(query, shared, own, *rest)
+    leaves = [query, *shared, *(tensor for pair in private for tensor in pair)]
+    ours, plain = (
+        merged_attention(query, shared, private, *rest),
+        oracle.merged_attention(query, shared, private, *rest),
+    )
     torch.testing.assert_close(ours, plain)
     weights = random(*ours.shape, seed=9).detach()
     both = [torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True) for out in (ours, plain)]
@@ -63,8 +66,8 @@ def test_it_is_attention_over_all_keys_and_so_are_its_gradients(name):
 
 
 def test_gradients_by_finite_differences():
-    query, shared, own, scale, mask = CASES["blocks"]()
-    leaves = [query, *shared, *own[0]]
+    query, shared, private, scale, mask = CASES["blocks"]()
+    leaves = [query, *shared, *private[0]]
     assert gradcheck(lambda q, k, v, *pair: merged_attention(q, (k, v), [pair], scale, mask), leaves)
 
 

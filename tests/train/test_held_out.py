@@ -20,8 +20,8 @@ def own_texts(target, count, length, seed, states):  # noqa: F811
             p = target.model(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)
             ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], 1)
         every = target.model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-    one = torch.ones(count, dtype=torch.long)
-    return Texts(ids, one, length * one, torch.cat([every[state] for state in states], -1))
+    ones = torch.ones(count, dtype=torch.long)
+    return Texts(ids, ones, length * ones, torch.cat([every[state] for state in states], -1))
 
 
 @pytest.mark.one_in(6)

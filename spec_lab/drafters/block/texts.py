@@ -88,10 +88,10 @@ class BlockTexts:
             seen = (key < self.anchors[..., None, None]) & kind.reaches(query, key)
             seen = seen.expand(*query.shape[:3], -1)
             rows = torch.arange(self.size, device=device)
-            own = torch.zeros(self.size, self.size, dtype=dtype, device=device)
-            own = own.masked_fill(~kind.reaches(rows[:, None], rows), -torch.inf)
+            within = torch.zeros(self.size, self.size, dtype=dtype, device=device)
+            within = within.masked_fill(~kind.reaches(rows[:, None], rows), -torch.inf)
             texts = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, HIDDEN)
-            self.masks[kind] = texts.flatten(1, 2)[:, None], None if kind == FULL else own
+            self.masks[kind] = texts.flatten(1, 2)[:, None], None if kind == FULL else within
         return self.masks[kind]
 
 
@@ -120,9 +120,9 @@ class LayerOfTexts:
             return texts.unflatten(1, (batch, length)).transpose(0, 1), blocks.unflatten(1, (batch, -1)).transpose(0, 1)
 
         (keys, own_keys), (values, own_values), (_, rows) = map(split, (self.keys, self.values, query))
-        own = (own_keys.unflatten(2, (groups, -1)), own_values.unflatten(2, (groups, -1)))
+        private = (own_keys.unflatten(2, (groups, -1)), own_values.unflatten(2, (groups, -1)))
         scale = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
-        mask, own_mask = self.texts.mask(self.kind, torch.promote_types(query.dtype, torch.float32))
-        mixed = merged_attention(rows, (keys, values), [own], scale, mask, own_mask)  # [B, h, A * b, d]
+        mask, private_mask = self.texts.mask(self.kind, torch.promote_types(query.dtype, torch.float32))
+        mixed = merged_attention(rows, (keys, values), [private], scale, mask, private_mask)  # [B, h, A * b, d]
         blocks = mixed.permute(0, 2, 1, 3).flatten(0, 1)
         return torch.cat([blocks.new_zeros(count, *blocks.shape[1:]), blocks])[None]

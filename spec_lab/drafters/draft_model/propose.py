@@ -108,8 +108,8 @@ class DraftModel(CachedDrafter):
         if vocabularies == "strings":
             plan.check_width(draft.vocabulary)
             translation = strings(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))
-            own, name = replace(plan, penalized=False), f"draft_{plan.kind}"
-            return StringDraftModel(draft.runner(None), draft.context, own, name, draft.sha256, translation)
+            unpenalized, name = replace(plan, penalized=False), f"draft_{plan.kind}"
+            return StringDraftModel(draft.runner(None), draft.context, unpenalized, name, draft.sha256, translation)
         shared: SharedTokens | None = None
         kept = None if tokens is None else chosen_tokens(tokens, target)
         if vocabularies == "intersect":

@@ -62,7 +62,7 @@ class StringTokens(SameTokens):
 
         What follows a special token is left out, as is a character that is not complete.
         """
-        end = next((place for place, token in enumerate(drafted) if not self.draft[token]), len(drafted))
+        end = next((index for index, token in enumerate(drafted) if not self.draft[token]), len(drafted))
         before = b"".join(self.target[token] for token in text[-BEFORE:])
         data = _valid(before, b"".join(self.draft[token] for token in drafted[:end]))
         shared = [self.special[token] for token in drafted[end : end + 1] if token in self.special]

@@ -126,17 +126,17 @@ class Heads:
         Raises:
             ValueError: they draft none of them.
         """
-        own, v = self.own_lm_heads, target.vocabulary
-        known = torch.arange(v) if own is None or own.tokens is None else own.tokens.cpu()
+        untrimmed, v = self.own_lm_heads, target.vocabulary
+        known = torch.arange(v) if untrimmed is None or untrimmed.tokens is None else untrimmed.tokens.cpu()
         rows = torch.isin(known, tokens).nonzero()[:, 0]
         if not len(rows):
             raise WrongOption(f"tokens names none of the {len(known)} tokens that the heads draft")
         ids = known[rows].to(self.weight.device)
-        if own is None:
+        if untrimmed is None:
             layer = target.services.lm_head_rows(known[rows]).to(self.weight)
             lm_heads = OwnLMHeads(layer.weight.data.expand(len(self), -1, -1), v, ids, layer.bias)
         else:
-            lm_heads = OwnLMHeads(own.weight[:, rows.to(own.weight.device)], v, ids, own.bias)
+            lm_heads = OwnLMHeads(untrimmed.weight[:, rows.to(untrimmed.weight.device)], v, ids, untrimmed.bias)
         return replace(self, lm_head=lm_heads, sha256=with_tokens(self.sha256, known[rows]))
 
     @property

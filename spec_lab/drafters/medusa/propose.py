@@ -164,9 +164,9 @@ class Medusa(Proposer):
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Medusa:
         """Return the same proposer with random heads of the target's size and another tree."""
-        own = self.heads.own_lm_heads
-        heads = Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own is not None)
-        if own is not None and own.tokens is not None:  # a toy that lacks its last token
+        lm_heads = self.heads.own_lm_heads
+        heads = Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=lm_heads is not None)
+        if lm_heads is not None and lm_heads.tokens is not None:  # a toy that lacks its last token
             heads = heads.trimmed(torch.arange(target.vocabulary - 1), target)
         return Medusa(heads, tree)
 
@@ -174,8 +174,12 @@ class Medusa(Proposer):
     def facts(self) -> dict[str, Any]:
         """The tree and how it was chosen, for the manifest."""
         chosen = {} if self.calibration is None else self.calibration.facts
-        own = self.heads.own_lm_heads
-        drafted = {} if own is None or own.tokens is None else drafted_facts(len(own.tokens), own.vocabulary)
+        lm_heads = self.heads.own_lm_heads
+        drafted = (
+            {}
+            if lm_heads is None or lm_heads.tokens is None
+            else drafted_facts(len(lm_heads.tokens), lm_heads.vocabulary)
+        )
         return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **drafted, **chosen}
 
     def init(self, request: Request) -> Features:
