@@ -375,8 +375,8 @@ class DrafterNetwork(nn.Module):
         return {layer: AttentionKind(window) for layer, window in enumerate(self.body.windows) if window}
 
 
-class FeatureNetwork(DrafterNetwork):
-    """Layers that read features of the target. F is the width of a feature, X of an input, Y of an output."""
+class TapNetwork(DrafterNetwork):
+    """A network that reads features, which it computes from hidden states of the target (taps)."""
 
     hidden: tuple[int, ...]
     """Numbers of the target's hidden states that ``features`` reads, as in ``runner.Capabilities``."""
@@ -384,6 +384,10 @@ class FeatureNetwork(DrafterNetwork):
     def features(self, hidden: Tensor) -> Tensor:
         """Hidden states of the target ``[n, k * H]`` -> features ``[n, F]``."""
         raise NotImplementedError
+
+
+class FeatureNetwork(TapNetwork):
+    """Layers that read features of the target. F is the width of a feature, X of an input, Y of an output."""
 
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features one position before them ``[n, F]`` -> inputs ``[n, X]``."""

@@ -13,20 +13,18 @@ after the pending token. Below it, the network's own outputs stand in for the ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
-from spec_lab.core.reading import Reading
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at, upload
-from spec_lab.decode.proposer import Observation, Requires
+from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_layers import FeatureNetwork
-from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
+from spec_lab.drafters.features import FeatureState, TapDrafter
 from spec_lab.models.target import Target
 from spec_lab.propose.device_levels import DeviceLevels
 from spec_lab.propose.expansion import RowLogits
@@ -37,17 +35,27 @@ from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.runners.runner import DraftRunner, KVSequence
 
 
-def drafts_below(sequence: SequenceState) -> bool:
-    """Whether a sequence has one pending token, and features of all computed positions, new ones among them."""
-    computed, state = len(sequence.kv), sequence.state
-    return bool(len(state.kv) < computed == state.features.end and len(sequence.tokens) == computed + 1)
+class ShiftedDrafter(TapDrafter):
+    """A drafter whose input j combines the features at position j with the token at position j + 1.
 
-
-class FeatureDrafter(FeatureReader):
-    """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
-
+    It drafts below every sequence with one pending token and features of all computed positions, new ones among them.
     So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
     pending: the features of pending positions are not known.
+    """
+
+    def rewind(self, state: FeatureState, length: int) -> None:
+        """Forget from ``length`` on, and the input before it, which read the token there."""
+        state.rewind(length, max(length - 1, 0))
+
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        computed, state = len(sequence.kv), sequence.state
+        drafts = len(state.kv) < computed == state.features.end and len(sequence.tokens) == computed + 1
+        return room if drafts else 0
+
+
+class FeatureDrafter(ShiftedDrafter):
+    """Drafts level by level: below a node its network's own output stands in for the target's features.
 
     Args:
         network: its layers.
@@ -57,6 +65,9 @@ class FeatureDrafter(FeatureReader):
         sha256: of the network's weights.
         dtype: of the network; None: the target's.
     """
+
+    network: FeatureNetwork
+    lm: FeatureLM
 
     def __init__(
         self,
@@ -70,34 +81,11 @@ class FeatureDrafter(FeatureReader):
         super().__init__(plan, name, Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, plan.computed
         own_dtype = dtype or target.lm.dtype
-        self.lm: FeatureLM = FeatureLM(network, network.layers, target.lm.device, own_dtype, kinds=network.kinds)
+        self.lm = FeatureLM(network, network.layers, target.lm.device, own_dtype, kinds=network.kinds)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
         """The same proposer with a random network in the toy's dtype, and another tree. See ``Proposer``."""
         return FeatureDrafter(self.network.toy(target), target, self.plan.toy(tree), self.name, None)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """See ``Part``."""
-        facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
-        return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
-
-    @property
-    def reading(self) -> Reading:
-        """See ``Proposer``."""
-        return self.network.reading
-
-    def observe(self, observed: Sequence[Observation]) -> None:
-        """Keep the features of every computed position."""
-        observe_features(observed, lambda hidden: self.network.features(hidden.to(self.lm.dtype)))
-
-    def rewind(self, state: FeatureState, length: int) -> None:
-        """Forget from ``length`` on, and the input before it, which read the token there."""
-        state.rewind(length, max(length - 1, 0))
-
-    def levels(self, sequence: SequenceState, room: int) -> int:
-        """See ``TreeProposer``."""
-        return room if drafts_below(sequence) else 0
 
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
         """Append the newly computed positions."""

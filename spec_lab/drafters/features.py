@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spec_lab.core.inference import inference
+from spec_lab.core.reading import Reading
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation
+from spec_lab.drafters.draft_layers import TapNetwork
 from spec_lab.propose.tree_proposer import TreeProposer
 from spec_lab.runners.block_lm import BlockLM
 from spec_lab.runners.feature_lm import FeatureLM
@@ -153,3 +156,24 @@ class FeatureReader(TreeProposer):
     def close(self, state: FeatureState) -> None:
         """Free the KV cache."""
         state.close()
+
+
+class TapDrafter(FeatureReader):
+    """A drafter whose network computes its features from hidden states of the target. Subclasses set ``network``."""
+
+    network: TapNetwork
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``Part``."""
+        read = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
+        return self.plan.facts | read | self.network.facts | {"reading": self.reading.facts}
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.network.reading
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Keep the features of every computed position."""
+        observe_features(observed, lambda hidden: self.network.features(hidden.to(self.lm.dtype)))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from spec_lab.core.options import Number, Whole
+from spec_lab.drafters.draft_layers import N
 from spec_lab.drafters.eagle.network import NormOutput
 from spec_lab.drafters.layer_conventions import Rope, Scaling, Taps, WeightSource
+from spec_lab.drafters.trimmed import trimmed, trimmed_hash
+from spec_lab.models.hub import drafter_folder
+from spec_lab.models.packed import pack
+from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 
 
@@ -62,16 +67,34 @@ class BlockOptions(ReadingOptions, total=False):
     causal: Literal["all", "windows", "none"] | None
 
 
-def plan_and_reading(options: Mapping[str, Any], declared: Any) -> tuple[TreePlan, dict[str, Any]]:
-    """Return the trees that options state, and by convention how the files are read; None where that is left to them.
+def read_drafter(
+    read: Callable[..., N],
+    target: Target,
+    path: str,
+    revision: str | None,
+    tokens: str | int | None,
+    options: Mapping[str, Any],
+    declared: Any,
+) -> tuple[N, TreePlan, str]:
+    """Return a drafter's network, ready to draft, its trees, and the hash of its weights.
 
     Args:
-        options: as given.
-        declared: the TypedDict of all that the drafter has.
+        read: reads the files in a folder: called with it and, as ``options``, by convention how they are read, None
+            where that is left to them.
+        target: for which it drafts.
+        path, revision, tokens: the options of these names.
+        options: of the trees and how the files are read, as given.
+        declared: the TypedDict of all such options that the drafter has.
 
     Raises:
-        ValueError: a wrong option of the trees.
+        ValueError: a wrong option; a drafter for another target; a malformed file.
+        OSError: a file is missing.
     """
     trees = TreeOptions.__optional_keys__
     plan = TreePlan.read(**{name: value for name, value in options.items() if name in trees})
-    return plan, {name: options.get(name) for name in declared.__optional_keys__ - trees}
+    reading = {name: options.get(name) for name in declared.__optional_keys__ - trees}
+    folder = drafter_folder(path, revision)
+    network = trimmed(read(folder, options=reading), tokens, target)
+    plan.check_width(network.tokens)
+    pack(network)
+    return network, plan, trimmed_hash(folder, network.kept)

@@ -29,7 +29,7 @@ def unrolls(count, heads=4, shared_heads=2, columns=7, width=4):
 
 
 def blocks(contexts=((0, 2, 5), (1, 3, 5)), size=3, columns=6, windows=100):
-    """Queries of blocks ``[2, 4, A * r, d]`` that attend to so many shared keys, and the keys of each block and masks."""
+    """Queries of blocks ``[2, 4, A * r, d]`` that attend to so many shared keys; the blocks' keys, and masks."""
     groups = len(contexts[0])
     query, private = random(2, 4, groups * size, 4), [(random(2, 2, groups, size, 4, seed=i) for i in (3, 4))]
     after = torch.tensor(contexts).repeat_interleave(size, 1)[:, None, :, None]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from spec_lab.drafters.block.convolution import GroupedDynamicConvolution
 from spec_lab.drafters.block.heads import Above, HeadSettings, LevelHead, MarkovHead, SelectorHead, head_of
 from spec_lab.drafters.draft_layers import (
-    DrafterNetwork,
     DraftLayers,
+    TapNetwork,
     random_network,
     rms_norm,
     small_layer,
@@ -98,7 +98,7 @@ class BlockRows(NamedTuple):
     state: Tensor
 
 
-class BlockNetwork(DrafterNetwork):
+class BlockNetwork(TapNetwork):
     """The network, without weights until ``draft_layers.load_weights``."""
 
     def __init__(self, settings: BlockSettings) -> None:

@@ -9,24 +9,22 @@ its children are drawn from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
 
 from spec_lab.core.options import DrafterPath, Filled, checked
-from spec_lab.core.reading import Reading
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload, upload_tokens
-from spec_lab.decode.proposer import Observation, Requires
+from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.block.files import read_block
 from spec_lab.drafters.block.network import BlockNetwork
-from spec_lab.drafters.features import FeatureReader, observe_features
-from spec_lab.drafters.reading_options import BlockOptions, plan_and_reading
-from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
-from spec_lab.models.hub import drafter_folder
-from spec_lab.models.packed import pack
+from spec_lab.drafters.features import TapDrafter
+from spec_lab.drafters.reading_options import BlockOptions, read_drafter
+from spec_lab.drafters.trimmed import Drafted
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.tree_plan import TreePlan
@@ -36,7 +34,7 @@ from spec_lab.runners.block_lm import BlockLM
 from spec_lab.runners.runner import DraftRunner
 
 
-class BlockDrafter(FeatureReader):
+class BlockDrafter(TapDrafter):
     """Drafts below every sequence with one pending token and computed positions before it; nothing elsewhere.
 
     So nothing is drafted in the first step of a request, whose prompt is not computed yet, nor where forced tokens are
@@ -52,6 +50,9 @@ class BlockDrafter(FeatureReader):
         ValueError: trees deeper than a block.
     """
 
+    network: BlockNetwork
+    lm: BlockLM
+
     def __init__(self, network: BlockNetwork, target: Target, plan: TreePlan, sha256: str | None = "") -> None:
         if plan.depth > network.levels:
             raise ValueError(
@@ -60,7 +61,7 @@ class BlockDrafter(FeatureReader):
             )
         super().__init__(plan, "block", Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, network.settings.block_size
-        self.lm: BlockLM = BlockLM(network, network.layers, target.lm.device, target.lm.dtype, kinds=network.kinds)
+        self.lm = BlockLM(network, network.layers, target.lm.device, target.lm.dtype, kinds=network.kinds)
 
     @staticmethod
     @checked
@@ -85,12 +86,9 @@ class BlockDrafter(FeatureReader):
             ValueError: a wrong option; trees deeper than a block; a drafter for another target; a malformed file.
             OSError: a file is missing.
         """
-        plan, reading = plan_and_reading(options, BlockOptions)
-        path = drafter_folder(path, revision)
-        network = trimmed(read_block(path, target, reading), tokens, target)
-        plan.check_width(network.tokens)
-        pack(network)
-        return BlockDrafter(network, target, plan, trimmed_hash(path, network.kept))
+        read = partial(read_block, target=target)
+        network, plan, sha256 = read_drafter(read, target, path, revision, tokens, options, BlockOptions)
+        return BlockDrafter(network, target, plan, sha256)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BlockDrafter:
         """The same proposer with a random network and another tree. See ``Proposer``."""
@@ -101,18 +99,8 @@ class BlockDrafter(FeatureReader):
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
         settings = self.network.settings
-        facts = {"hidden_states": list(settings.taps), "block_size": settings.block_size}
-        facts["head"] = None if settings.head is None else settings.head.kind
-        return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
-
-    @property
-    def reading(self) -> Reading:
-        """See ``Proposer``."""
-        return self.network.reading
-
-    def observe(self, observed: Sequence[Observation]) -> None:
-        """Keep the features of every computed position."""
-        observe_features(observed, self.network.features)
+        head = None if settings.head is None else settings.head.kind
+        return super().facts | {"block_size": settings.block_size, "head": head}
 
     def levels(self, sequence: SequenceState, room: int) -> int:
         """See ``TreeProposer``."""

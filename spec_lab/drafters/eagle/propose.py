@@ -6,15 +6,14 @@ Sources: EAGLE-1 (2401.15077), EAGLE-2 (2406.16858: trees that grow by draft pro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Unpack
 
 from spec_lab.core.options import DrafterPath, Filled, OneOf, checked
 from spec_lab.drafters.eagle.files import read_eagle
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.reading_options import EagleOptions, plan_and_reading
-from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
-from spec_lab.models.hub import drafter_folder
-from spec_lab.models.packed import pack
+from spec_lab.drafters.reading_options import EagleOptions, read_drafter
+from spec_lab.drafters.trimmed import Drafted
 from spec_lab.models.placement import DTYPES
 from spec_lab.models.target import Target
 
@@ -43,10 +42,7 @@ def load(
         ValueError: a wrong option; a head for another target; a malformed file.
         OSError: a file is missing.
     """
-    plan, reading = plan_and_reading(options, EagleOptions)
     own_dtype = None if dtype is None else DTYPES[dtype]
-    path = drafter_folder(path, revision)
-    network = trimmed(read_eagle(path, target, own_dtype, reading), tokens, target)
-    plan.check_width(network.tokens)
-    pack(network)
-    return FeatureDrafter(network, target, plan, network.name, trimmed_hash(path, network.kept), own_dtype)
+    read = partial(read_eagle, target=target, dtype=own_dtype)
+    network, plan, sha256 = read_drafter(read, target, path, revision, tokens, options, EagleOptions)
+    return FeatureDrafter(network, target, plan, network.name, sha256, own_dtype)

@@ -7,26 +7,23 @@ exactly; a static tree's children are the likeliest or sampled tokens of each le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Unpack
 
 import numpy as np
 import torch
 
 from spec_lab.core.options import DrafterPath, Filled, OneOf, checked
-from spec_lab.core.reading import Reading
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload, upload_tokens
-from spec_lab.decode.proposer import Observation, Requires
-from spec_lab.decode.sequence import Batch, SequenceState
-from spec_lab.drafters.feature_drafter import drafts_below
-from spec_lab.drafters.features import FeatureReader, FeatureState, observe_features
+from spec_lab.decode.proposer import Requires
+from spec_lab.decode.sequence import Batch
+from spec_lab.drafters.feature_drafter import ShiftedDrafter
 from spec_lab.drafters.peagle.files import read_peagle
 from spec_lab.drafters.peagle.network import PEagle
-from spec_lab.drafters.reading_options import EagleOptions, plan_and_reading
-from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
-from spec_lab.models.hub import drafter_folder
-from spec_lab.models.packed import pack
+from spec_lab.drafters.reading_options import EagleOptions, read_drafter
+from spec_lab.drafters.trimmed import Drafted
 from spec_lab.models.placement import DTYPES
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
@@ -37,8 +34,8 @@ from spec_lab.runners.block_lm import BlockLM
 from spec_lab.runners.runner import DraftRunner
 
 
-class PEagleDrafter(FeatureReader):
-    """Drafts below the sequences below which ``FeatureDrafter`` drafts.
+class PEagleDrafter(ShiftedDrafter):
+    """Drafts all levels by one forward.
 
     Its KV cache holds the inputs of all computed positions; the mask rows are dropped in the next step.
 
@@ -49,6 +46,9 @@ class PEagleDrafter(FeatureReader):
         sha256: of the network's weights.
         dtype: of the network; None: the target's.
     """
+
+    network: PEagle
+    lm: BlockLM
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PEagleDrafter(FeatureReader):
         super().__init__(plan, "peagle", Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, plan.depth
         device, dtype = target.lm.device, dtype or target.lm.dtype
-        self.lm: BlockLM = BlockLM(network.rows, network.layers, device, dtype, kinds=network.kinds)
+        self.lm = BlockLM(network.rows, network.layers, device, dtype, kinds=network.kinds)
 
     @staticmethod
     @checked
@@ -88,40 +88,14 @@ class PEagleDrafter(FeatureReader):
             ValueError: a wrong option; a head for another target; a malformed file.
             OSError: a file is missing.
         """
-        plan, reading = plan_and_reading(options, EagleOptions)
         own_dtype = None if dtype is None else DTYPES[dtype]
-        path = drafter_folder(path, revision)
-        network = trimmed(read_peagle(path, target, own_dtype, reading), tokens, target)
-        plan.check_width(network.tokens)
-        pack(network)
-        return PEagleDrafter(network, target, plan, trimmed_hash(path, network.kept), own_dtype)
+        read = partial(read_peagle, target=target, dtype=own_dtype)
+        network, plan, sha256 = read_drafter(read, target, path, revision, tokens, options, EagleOptions)
+        return PEagleDrafter(network, target, plan, sha256, own_dtype)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> PEagleDrafter:
         """The same proposer with a random network and another tree. See ``Proposer``."""
         return PEagleDrafter(self.network.toy(target), target, self.plan.toy(tree), None)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """See ``Part``."""
-        facts = {"hidden_states": list(self.network.hidden), "dtype": str(self.lm.dtype).removeprefix("torch.")}
-        return self.plan.facts | facts | self.network.facts | {"reading": self.reading.facts}
-
-    @property
-    def reading(self) -> Reading:
-        """See ``Proposer``."""
-        return self.network.reading
-
-    def observe(self, observed: Sequence[Observation]) -> None:
-        """Keep the features of every computed position."""
-        observe_features(observed, lambda hidden: self.network.features(hidden.to(self.lm.dtype)))
-
-    def rewind(self, state: FeatureState, length: int) -> None:
-        """Forget from ``length`` on, and the input before it, which read the token there."""
-        state.rewind(length, max(length - 1, 0))
-
-    def levels(self, sequence: SequenceState, room: int) -> int:
-        """See ``TreeProposer``."""
-        return room if drafts_below(sequence) else 0
 
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
         """Append the newly computed positions, and compute all levels by one forward."""
