@@ -9,7 +9,17 @@ from spec_lab.drafters.draft_model.retokenized import Tokens
 from spec_lab.drafters.draft_model.strings import StringTokens, strings
 from spec_lab.drafters.draft_model.vocabularies import intersect
 from tests.drafters.small_tokenizers import PROSE, byte_level, letters
-from tests.drafters.test_vocabularies import CODE_BYTES, PAIRS, PROSE_BYTES, encode, saved, target_of, tokens_of, wanted
+from tests.drafters.test_vocabularies import (
+    CODE_BYTES,
+    PAIRS,
+    PROSE_BYTES,
+    encode,
+    made,
+    saved,
+    target_of,
+    tokens_of,
+    wanted,
+)
 from tests.propose.lab import COLD, batch_of, decode, emitted, plain_greedy, requests
 
 PENALISED = Sampling(0.8, repetition_penalty=1.2)
@@ -22,11 +32,7 @@ TREES = {
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """The target and the draft model's folder of each pair."""
-    return {
-        name: (target_of(target), saved(tmp_path_factory.mktemp("draft"), draft))
-        for name, (target, draft) in PAIRS.items()
-    }
+    return made(PAIRS, tmp_path_factory)
 
 
 def loaded(pair, **options):

@@ -61,13 +61,17 @@ def saved(folder, tokenizer, vocabulary=None, **changes):
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """The target and the draft model's folder of each pair."""
+def made(pairs, tmp_path_factory):
+    """The target and the draft model's folder of each pair of tokenizers."""
     return {
         name: (target_of(target), saved(tmp_path_factory.mktemp("draft"), draft))
-        for name, (target, draft) in PAIRS.items()
+        for name, (target, draft) in pairs.items()
     }
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return made(PAIRS, tmp_path_factory)
 
 
 def loaded(pair, **options):
