@@ -1,4 +1,7 @@
-"""``task=train``: the target answers the prompts, a drafter learns from the answers, and is measured on the rest."""
+"""``task=train``: the target answers the prompts, a drafter learns from the answers, and is measured on the rest.
+
+The answers may exist already (``text.answers``), or be written by llama.cpp from a GGUF file of the target.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from torch import Tensor
 
 from spec_lab.analysis.results import training
 from spec_lab.core.device_memory import available, readable
-from spec_lab.core.options import Count, Number, Share, WrongOption, checked
+from spec_lab.core.options import Count, Filled, Number, Share, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
+from spec_lab.tasks.training_answers import Answers, Conversation, answers_of
 from spec_lab.train.estimate import estimate, trial_text
 from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_part, saved_steps
 from spec_lab.train.objectives import expected_length
@@ -51,6 +54,8 @@ def train(
     *,
     recipe: Recipe,
     answers: Count = 1,
+    answers_from: Filled | None = None,
+    generate: Filled | None = None,
     passes: Positive = 1.0,
     rows: Count = 16,
     held_out: Share = 0.1,
@@ -63,7 +68,9 @@ def train(
 ) -> int:
     """Train a drafter for the target on its own answers to the prompts.
 
-    The answers are sampled as the run samples and kept on disk with the hidden states that the drafter reads. The same
+    The answers are sampled as the run samples, each turn of a conversation after the answer to the one before. They are
+    kept in the user's cache (``$SPEC_LAB_CACHE``), so that another drafter of the same target, prompts and sampling
+    learns from the same ones; the hidden states that the drafter reads along them are kept in ``output_dir``. The same
     command with the same ``output_dir`` resumes at the last checkpoint, to the same weights. At the end the drafter is
     in ``output_dir/drafter``, calibrated on held-out answers if its trees need that. On held-out prompts the accepted
     length of a chain is estimated from the acceptance at each position, without decoding, and measured by decoding.
@@ -75,6 +82,12 @@ def train(
         console: prints the result; default standard output.
         recipe: the kind of drafter: a _target_ and its options, as in conf/experiment/train_eagle3.yaml.
         answers: answers of the target to each prompt; 1 at temperature 0.
+        answers_from: folder of an earlier run, or JSON lines of messages, whose answers are learned from; None: new
+            ones. Of messages, those of the role assistant are the answers (``text.answers``); the prompts' template
+            writes them, by default the checkpoint's. Only the answers' tokens are learned, ``max_new_tokens`` of each
+            text at most. The prompts are not used.
+        generate: what writes the answers: a GGUF file of the target, by llama.cpp; gguf: that of target.path; None: the
+            target.
         passes: how often each answer is seen.
         rows: texts of a training step.
         held_out: share of the prompts that are only measured on.
@@ -103,23 +116,16 @@ def train(
         raise WrongOption(
             f"answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
         )
-    lab.check_one_turn("task=train")
-    requests = lab.requests(settings)
-    rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
-    learned = _repeated(requests[: len(requests) - len(rest)], answers, len(requests), rows, passes)
+    source = answers_of(lab, settings, answers, answers_from, generate, held_out)
+    count = source.count(source.learned)
+    _check_count(count, rows, passes)
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
-    if settings.batch_size > rows:
-        log.warning(
-            "batch_size=%d has no effect above task.rows=%d: the prompts of one training step are answered together. "
-            "Set task.rows to %d, or batch_size to %d", settings.batch_size, rows, settings.batch_size, rows,
-        )  # fmt: skip
-    if left_out := len(learned) % rows:
+    if left_out := count % rows:
         console.print(
-            f"{len(learned)} answers to learn from: the last {left_out} are left out, since each training step has "
+            f"{count} answers to learn from: the last {left_out} are left out, since each training step has "
             f"task.rows={rows} texts.",
             highlight=False,
         )
-        learned = learned[:-left_out]
     plan = FitPlan(
         passes, rows, rows, warmup_steps, decay, save_seconds=save_seconds,
         plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
@@ -127,30 +133,30 @@ def train(
     if precision is None:
         precision = "bfloat16" if lab.target.lm.device.type == "cuda" else "float32"
     autocast = torch.bfloat16 if precision == "bfloat16" else None
-    fitting = _Training(lab, settings, recipe, plan, learned, rest, autocast, console)
+    fitting = _Training(lab, settings, recipe, plan, source, autocast, console)
     leaves = "Drafter, texts, learning curves, summary and manifest"
-    task = Task(lab, settings, config, [recipe.name], fitting.work, fitting.left, leaves=leaves, resumes=True)
+    task = Task(
+        lab, settings, config, [recipe.name], fitting.work, fitting.left, more=source.facts(), leaves=leaves,
+        resumes=True,
+    )  # fmt: skip
     return task.run(console)
 
 
-def _repeated(known: Sequence[Request], answers: int, step: int, rows: int, passes: float) -> list[Request]:
-    """Return a request for each answer to learn from; the number of a repeated one is ``step`` above the one before.
+def _check_count(answers: int, rows: int, passes: float) -> None:
+    """Refuse too few answers for a training step of ``rows`` texts, and ``passes`` that make no step of them.
 
     Raises:
-        WrongOption: there are too few for a training step of ``rows`` texts, or ``passes`` makes no step of them.
+        WrongOption: names the option.
     """
-    repeated = [replace(request, id=request.id + number * step) for number in range(answers) for request in known]
-    if len(repeated) < rows:
+    if answers < rows:
         raise WrongOption(
-            f"rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
+            f"rows={rows} texts make a training step, but there are {answers} answers to learn from: give "
             "more prompts, set answers to more than one, or rows to less"
         )
-    if not order_of(len(repeated) // rows, rows, rows, passes):
+    if not order_of(answers // rows, rows, rows, passes):
         raise WrongOption(
-            f"passes={passes} of {len(repeated)} answers makes no training step of rows={rows} texts: set "
-            "passes to more"
+            f"passes={passes} of {answers} answers makes no training step of rows={rows} texts: set passes to more"
         )
-    return repeated
 
 
 @dataclass(frozen=True)
@@ -162,8 +168,7 @@ class _Training:
         settings: the scalars.
         recipe: the kind of drafter.
         plan: of the training loop.
-        learned: requests whose answers are learned from.
-        rest: requests that are only measured on.
+        source: of the answers.
         autocast: see ``Trainer``.
         console: prints the estimate.
     """
@@ -172,16 +177,15 @@ class _Training:
     settings: Settings
     recipe: Recipe
     plan: FitPlan
-    learned: Sequence[Request]
-    rest: Sequence[Request]
+    source: Answers
     autocast: torch.dtype | None
     console: Console
 
     def work(self, facts: Mapping[str, Any]) -> Done:
         """Answer, train, and measure on what was held out."""
         lab, recipe, out = self.lab, self.recipe, self.settings.output_dir
-        paths = self._answered(self.learned, "texts")
-        others = self._answered(self.rest, "held_out", rest=True)
+        paths = self._recorded(self.source.learned, "texts")
+        others = self._recorded(self.source.rest, "held_out", rest=True)
         begun = recipe.begin(lab.target, paths, self.settings.seed)
         plan, threads = self._planned(begun, paths)
         steps = self._fit(begun, paths, others, plan, threads)
@@ -209,11 +213,15 @@ class _Training:
         what = f"the checkpoint after {done} training steps is" if done else "the answers that are written are"
         return done, f"{what} in {out}"
 
-    def _answered(self, requests: Sequence[Request], name: str, rest: bool = False) -> list[Path]:
-        folder, rows = self.settings.output_dir / name, self.plan.rows
-        setup = folder, rows, self.settings.batch_size, self.settings.seed, self.lab.pieces, rest
-        with Progress(total=len(requests), desc=name, unit="text") as bar:
-            return record(self.lab.target, requests, self.recipe.states(self.lab.target), *setup, bar.update)
+    def _recorded(self, conversations: Sequence[Conversation], name: str, rest: bool = False) -> list[Path]:
+        """Return the files of the answers of conversations, with hidden states."""
+        rows, batch, count = self.plan.rows, self.settings.batch_size, self.source.count(conversations)
+        with Progress(total=count, desc=name, unit="answer") as bar:
+            texts = self.source.texts(conversations, bar.update)
+        texts = texts if rest else texts[: count - count % rows]
+        with Progress(total=len(texts), desc=f"{name}: hidden states", unit="text") as bar:
+            states, folder = self.recipe.states(self.lab.target), self.settings.output_dir / name
+            return record(self.lab.target, texts, states, folder, rows, batch, rest, bar.update)
 
     def _planned(self, begun: Beginning, paths: Sequence[Path]) -> tuple[FitPlan, int]:
         """Print what the training needs; return the plan with as many texts of a part as fit, and the threads."""
@@ -265,9 +273,9 @@ class _Training:
         """Mean accepted tokens of a chain of ``recipe.depth`` tokens, of steps in which a whole chain was drafted."""
         lab, settings, depth = self.lab, self.settings, self.recipe.depth
         proposer = self.recipe.load(lab.target, folder, depth)
-        accepted = list[int]()
-        for start in range(0, len(self.rest), settings.batch_size):
-            some = self.rest[start : start + settings.batch_size]
+        accepted, requests = list[int](), self.source.first_requests(self.source.rest)
+        for start in range(0, len(requests), settings.batch_size):
+            some = requests[start : start + settings.batch_size]
             draws = CounterDraws(settings.seed)
             for info in fixed_group(Arm(lab.target, proposer, Token(), draws, pieces=lab.pieces), some):
                 for tree, done in enumerate(info.committed):

@@ -101,7 +101,12 @@ class ChatTemplate:
 
 
 def render(
-    template: ChatTemplate | None, messages: Sequence[Message], tools: Sequence[Any], tokenizer: Any, where: str
+    template: ChatTemplate | None,
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    tokenizer: Any,
+    where: str,
+    prompt: bool = True,
 ) -> tuple[str, bool]:
     """Return the text that the model continues, and whether a template wrote it.
 
@@ -111,6 +116,7 @@ def render(
         tools: JSON schemas.
         tokenizer: the target's.
         where: names the prompt, for messages.
+        prompt: whether an answer is asked for; false writes the messages alone, the last of which may be an answer.
 
     Raises:
         ValueError: the template refuses the messages, or exceeds a limit of time or memory; it does not read the
@@ -127,7 +133,7 @@ def render(
             )
         return _plain(messages), False
     special = dict(tokenizer.special_tokens_map) if isinstance(tokenizer, HasTemplate) else {}
-    given = {**special, "tools": list(tools) or None, "documents": None, "add_generation_prompt": True, **options}
+    given = {**special, "tools": list(tools) or None, "documents": None, "add_generation_prompt": prompt, **options}
     text = _applied(source, messages, given, named, where)
     if system := next((message for message in messages[:1] if message["role"] in ("system", "developer")), None):
         other = {**system, "content": f"{system['content']} x"}

@@ -244,11 +244,37 @@ def _check_fields(record: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: 'system' and 'messages[0]' are both system prompts: remove one of them")
 
 
+def conversation_of(record: Mapping[str, Any], where: str) -> tuple[list[Message], tuple[Mapping[str, Any], ...]]:
+    """Return the messages of a record, the system prompt ``system`` in front if it has one, and its ``tools``.
+
+    Raises:
+        ValueError: they are malformed; names the file and the line.
+    """
+    _check_fields(record, where)
+    messages, system = _recorded(record.get("messages"), where), word(record, "system", where)
+    tools = () if record.get("tools") is None else _tools(record["tools"], f"{where}: 'tools'")
+    return [{"role": "system", "content": system}, *messages] if system else messages, tools
+
+
 def _messages(messages: Any, where: str) -> list[Message]:
-    """Return a recorded conversation.
+    """Return a recorded conversation that is to be answered.
 
     Raises:
         ValueError: it is none, or ends with an answer.
+    """
+    recorded = _recorded(messages, where)
+    last = recorded[-1]
+    if last["role"] not in ("user", "tool"):
+        raise ValueError(f"{where}: 'messages' must end with a message of the user or of a tool, which is answered")
+    text_of(last, "content", where, f"'messages[{len(recorded) - 1}]'.content")
+    return recorded
+
+
+def _recorded(messages: Any, where: str) -> list[Message]:
+    """Return a recorded conversation.
+
+    Raises:
+        ValueError: it is none.
     """
     if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
         raise ValueError(f"{where}: 'messages' must be a list of 1 to {MAX_MESSAGES} objects with role and content")
@@ -262,11 +288,7 @@ def _messages(messages: Any, where: str) -> list[Message]:
         if not (calls and message.get("content") is None):
             fitting(message.get("content"), where, f"{named}.content")
         _check_depth(message, f"{where}: {named}")
-    last = messages[-1]
-    if last["role"] not in ("user", "tool"):
-        raise ValueError(f"{where}: 'messages' must end with a message of the user or of a tool, which is answered")
-    text_of(last, "content", where, f"'messages[{len(messages) - 1}]'.content")
-    return messages
+    return list(messages)
 
 
 def _options(options: Mapping[str, Any] | None, thinking: bool | None) -> dict[str, Any]:

@@ -1,9 +1,16 @@
-"""Texts to train on: the target answers prompts, and its hidden states are kept."""
+"""Texts to train on: the target answers prompts, and its hidden states along its answers are kept.
+
+Answers are kept between runs, so that a second drafter for a target, or a run that was ended, does not wait for them
+again: they are a function of the target's weights, the prompts, the sampling and the seed.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +19,24 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.request import Request
+from spec_lab.core.request import BROKEN, Request
+from spec_lab.core.tensors import read_tensors, save_tensors
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
+from spec_lab.propose import Null
+from spec_lab.text.answers import AnsweredText
 from spec_lab.train.texts import Texts
 from spec_lab.verify import Match
 
 log = logging.getLogger(__name__)
+
+Tick = Callable[[int], Any]
+
+VERSION = 1
+"""Part of the names of kept answers; a change of decoding that changes tokens raises it."""
 
 
 class StateRecorder(Proposer):
@@ -53,69 +68,136 @@ class StateRecorder(Proposer):
                 kept.append(observation.hidden.to("cpu", torch.bfloat16))
 
 
-def record(
+def answer(
     target: Target,
     requests: Sequence[Request],
+    batch: int,
+    seed: int,
+    pieces: Sequence[bytes] | None = None,
+    kept: Path | None = None,
+    tick: Tick = lambda done: None,
+) -> list[AnsweredText]:
+    """Let the target answer requests, as each samples.
+
+    Args:
+        target: answers them.
+        requests: prompts.
+        batch: requests answered together.
+        seed: of all random choices.
+        pieces: the bytes of each token; needed for stop strings.
+        kept: a folder of earlier answers, to which new ones are added; None: nothing is kept. It is not used for a
+            target without a SHA-256.
+        tick: called with the number of requests of each group that is answered.
+
+    Raises:
+        ValueError: an answer broke: logits that are NaN or infinite.
+        OSError: kept answers are damaged; names the file.
+    """
+    texts = list[AnsweredText]()
+    for start in range(0, len(requests), batch):
+        group = requests[start : start + batch]
+        file = None if kept is None or not target.sha256 else kept / f"{_key(target, group, seed)}.safetensors"
+        if file is None or not file.exists():
+            answers = _answered(target, group, seed, pieces)
+            if file is not None:
+                _keep(answers, file)
+        else:
+            held, _ = read_tensors(file)
+            answers = [part.tolist() for part in held["tokens"].split(held["lengths"].tolist())]
+        for request, tokens in zip(group, answers, strict=True):
+            begin, whole = len(request.tokens), (*request.tokens, *tokens)
+            texts.append(AnsweredText(request.name, whole, ((begin, len(whole)),)))
+        tick(len(group))
+    return texts
+
+
+def _keep(answers: Sequence[Sequence[int]], file: Path) -> None:
+    """Write the tokens of answers; a folder that cannot be written is a warning, since they are in memory."""
+    flat = torch.tensor([token for tokens in answers for token in tokens], dtype=torch.int32)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors({"tokens": flat, "lengths": torch.tensor([*map(len, answers)])}, file)
+    except OSError as error:
+        log.warning("answers are not kept for other drafters: %s; set SPEC_LAB_CACHE to a folder", error)
+
+
+def _answered(
+    target: Target, group: Sequence[Request], seed: int, pieces: Sequence[bytes] | None
+) -> list[Sequence[int]]:
+    engine = fixed_group(Arm(target, Null(), Match(), CounterDraws(seed), pieces=pieces), group)
+    for _ in engine:
+        pass
+    sequences = {sequence.request.id: sequence for sequence in engine.sequences}
+    for sequence in sequences.values():
+        if sequence.finish in BROKEN:
+            raise ValueError(engine.errors.get(sequence, f"the answer to '{sequence.request.name}' broke"))
+    return [sequences[request.id].emitted for request in group]
+
+
+def _key(target: Target, group: Sequence[Request], seed: int) -> str:
+    """Return the SHA-256 of everything that the answers of a group depend on."""
+    lm = target.lm
+    computed = [target.sha256, type(lm).__name__, str(lm.dtype), lm.quantization, dict(lm.facts)]
+    fields = [asdict(request) | {"stop": sorted(request.stop), "healed": request.healed.hex()} for request in group]
+    return sha256(json.dumps([VERSION, seed, computed, fields], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def record(
+    target: Target,
+    texts: Sequence[AnsweredText],
     states: tuple[int, ...],
     folder: Path,
     rows: int,
     batch: int,
-    seed: int,
-    pieces: Sequence[bytes] | None = None,
     rest: bool = False,
-    tick: Callable[[int], Any] = lambda done: None,
+    tick: Tick = lambda done: None,
 ) -> list[Path]:
-    """Let the target answer requests, and write files of ``rows`` texts each; files that exist are kept.
+    """Compute the target's hidden states along texts, and write files of ``rows`` texts each; files there are kept.
 
     Args:
-        target: answers them, as each request samples.
-        requests: prompts.
+        target: computes them.
+        texts: with the target's answers; shorter than its context.
         states: numbers of the hidden states to keep.
         folder: of the files.
         rows: texts of a file.
-        batch: requests answered together.
-        seed: of all random choices.
-        pieces: the bytes of each token; needed for stop strings.
-        rest: whether the last requests, which do not fill a file, get a smaller one. Otherwise they are not answered.
+        batch: texts computed together.
+        rest: whether the last texts, which do not fill a file, get a smaller one. Otherwise they are left out.
         tick: called with the number of texts of each file that is there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths, more = [], len(requests) % rows
+    paths, more = [], len(texts) % rows
     if more and not rest:
-        log.warning("The last %d of %d requests are not answered: a file has %d texts", more, len(requests), rows)
-        requests = requests[:-more]
-    for start in range(0, len(requests), rows):
-        path, answered = folder / f"part-{start // rows:05d}.safetensors", requests[start : start + rows]
+        log.warning("The last %d of %d texts are left out: a file has %d texts", more, len(texts), rows)
+        texts = texts[:-more]
+    for start in range(0, len(texts), rows):
+        path, some = folder / f"part-{start // rows:05d}.safetensors", texts[start : start + rows]
         paths.append(path)
         if not path.exists():
-            _record(target, answered, states, batch, seed, pieces).write(path)
-        tick(len(answered))
+            _with_states(target, some, states, batch).write(path)
+        tick(len(some))
     return paths
 
 
-def _record(
-    target: Target,
-    requests: Sequence[Request],
-    states: tuple[int, ...],
-    batch: int,
-    seed: int,
-    pieces: Sequence[bytes] | None,
-) -> Texts:
+def _with_states(target: Target, texts: Sequence[AnsweredText], states: tuple[int, ...], batch: int) -> Texts:
+    """Return texts with hidden states; each is computed as a prompt whose first new token is not read."""
     recorder, sequences = StateRecorder(states), list[SequenceState]()
+    requests = [Request(number, text.name, text.tokens, max_new_tokens=1) for number, text in enumerate(texts)]
     for start in range(0, len(requests), batch):
-        answered = requests[start : start + batch]
-        group = fixed_group(Arm(target, recorder, Match(), CounterDraws(seed), pieces=pieces), answered)
+        group = fixed_group(Arm(target, recorder, Match(), CounterDraws(0)), requests[start : start + batch])
         for _ in group:
             pass
         sequences += group.sequences
-    ended = sorted(sequences, key=lambda sequence: sequence.request.id)
-    length = torch.tensor([len(sequence.tokens) for sequence in ended])
-    first = torch.tensor([len(sequence.request.tokens) for sequence in ended])
-    width = len(states) * target.services.hidden_size
-    ids = torch.zeros(len(ended), int(length.max()), dtype=torch.long)
-    hidden = torch.zeros(*ids.shape, width, dtype=torch.bfloat16)
-    for row, sequence in enumerate(ended):
-        ids[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
-        kept = torch.cat(recorder.kept[sequence.request.id])  # the last token is not computed
-        hidden[row, : len(kept)] = kept
-    return Texts(ids, first, length, hidden)
+    if broken := next((sequence for sequence in sequences if sequence.finish in BROKEN), None):
+        raise ValueError(f"the target's logits after the text '{broken.request.name}' are NaN or infinite")
+    length = torch.tensor([len(text.tokens) for text in texts])
+    first = torch.tensor([text.answers[0][0] for text in texts])
+    ids = torch.zeros(len(texts), int(length.max()), dtype=torch.long)
+    written = torch.zeros(ids.shape, dtype=torch.bool)
+    hidden = torch.zeros(*ids.shape, len(states) * target.services.hidden_size, dtype=torch.bfloat16)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        hidden[row, : len(text.tokens)] = torch.cat(recorder.kept[row])
+        for begin, end in text.answers:
+            written[row, begin:end] = True
+    whole = all(len(text.answers) == 1 and text.answers[0][1] == len(text.tokens) for text in texts)
+    return Texts(ids, first, length, hidden, None if whole else written)

@@ -1,0 +1,158 @@
+"""The answers that ``task=train`` learns from: the target's, those of a GGUF file of it, or some that exist already."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from spec_lab.core.options import WrongOption
+from spec_lab.core.request import Request
+from spec_lab.drafters.draft_model.loading import check_same_tokens
+from spec_lab.models import gguf
+from spec_lab.models.target import Target
+from spec_lab.propose.cost_cache import default_folder
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.answers import AnsweredText, read_answers
+from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.train.record import answer
+
+log = logging.getLogger(__name__)
+
+Conversation = tuple[int, int]
+"""The number of a prompt, or of an answered text, and which answer to it this is, from 0."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers that are learned from and measured on.
+
+    Args:
+        lab: the prompts, and the target.
+        settings: the scalars.
+        writer: writes answers, with the target's tokens.
+        known: texts with answers that exist already; None: the prompts are answered.
+        learned: conversations that are learned from.
+        rest: conversations that are only measured on.
+    """
+
+    lab: Lab
+    settings: Settings
+    writer: Target
+    known: Sequence[AnsweredText] | None
+    learned: Sequence[Conversation]
+    rest: Sequence[Conversation]
+
+    def facts(self) -> dict[str, Any]:
+        """Entries of the manifest: the SHA-256s of what writes the answers, and of answers that exist already."""
+        facts: dict[str, Any] = {}
+        if self.writer is not self.lab.target:
+            facts["answered_by_sha256"] = self.writer.sha256
+        if self.known is not None:
+            texts = json.dumps([asdict(text) for text in self.known])
+            facts["prompt_tokens_sha256"] = sha256(texts.encode()).hexdigest()
+        return facts
+
+    def count(self, conversations: Sequence[Conversation]) -> int:
+        """Return how many texts conversations make: one for each turn that is answered, or those that are known."""
+        if self.known is not None:
+            return len(conversations)
+        return sum(self.lab.prompts[number].turns for number, _ in conversations)
+
+    def texts(self, conversations: Sequence[Conversation], tick: Callable[[int], Any]) -> list[AnsweredText]:
+        """Return the texts of conversations; those of later turns follow the first turns of all."""
+        if self.known is not None:
+            tick(len(conversations))
+            return [self.known[number] for number, _ in conversations]
+        texts, answers = list[AnsweredText](), {conversation: list[str]() for conversation in conversations}
+        batch, seed = self.settings.batch_size, self.settings.seed
+        kept = (default_folder() or self.settings.output_dir) / "answers"
+        for turn in range(max(self.lab.prompts[number].turns for number, _ in conversations)):
+            asking = [conversation for conversation in conversations if self.lab.prompts[conversation[0]].turns > turn]
+            requests = [self._request(conversation, answers[conversation]) for conversation in asking]
+            written = answer(self.writer, requests, batch, seed, self.lab.pieces, kept, tick)
+            for conversation, request, text in zip(asking, requests, written, strict=True):
+                answers[conversation].append(self.lab.shown(request, text.tokens[len(request.tokens) :]))
+            texts += written
+        return texts
+
+    def first_requests(self, conversations: Sequence[Conversation]) -> list[Request]:
+        """Return the prompts of the first answers of conversations."""
+        if self.known is None:
+            return [self._request(conversation, []) for conversation in conversations]
+        lab, new = self.lab, self.settings.max_new_tokens
+        prompts = [(number, self.known[number].name, next(self.known[number].each())[0]) for number, _ in conversations]
+        return [Request(number, name, prompt, lab.sampling, new, lab.target.ends) for number, name, prompt in prompts]
+
+    def _request(self, conversation: Conversation, answers: Sequence[str]) -> Request:
+        """Return the next request of a conversation; each answer to a prompt has random numbers of its own."""
+        number, repeat = conversation
+        request = self.lab.turn(self.settings, number, answers).request
+        turns = max(prompt.turns for prompt in self.lab.prompts)
+        return replace(request, id=request.id + repeat * turns * len(self.lab.prompts))
+
+
+def answers_of(
+    lab: Lab, settings: Settings, answers: int, answers_from: str | None, generate: str | None, held_out: float
+) -> Answers:
+    """Return the answers that a drafter learns from and is measured on. Arguments and errors as in ``train.train``."""
+    known = None
+    if answers_from is None:
+        lab.first_turns(settings)
+        lab.check_later_turns(settings)
+        number = len(lab.prompts)
+    else:
+        if answers > 1 or generate is not None:
+            other = "generate" if answers == 1 else f"answers={answers}"
+            raise WrongOption(f"answers_from names answers that exist already: leave {other} out, which asks for new")
+        known = _known(lab, settings, answers_from)
+        number = len(known)
+    first = number - max(1, round(held_out * number))
+    learned = [(place, repeat) for repeat in range(answers) for place in range(first)]
+    return Answers(
+        lab, settings, _writer(lab, generate), known, learned, [(place, 0) for place in range(first, number)]
+    )
+
+
+def _known(lab: Lab, settings: Settings, path: str) -> list[AnsweredText]:
+    """Return answers that exist already, cut to the run's number of tokens and to the target's context.
+
+    Raises:
+        ValueError: as in ``read_answers``; no prompt leaves room for an answer.
+    """
+    target, template = lab.target, next((prompt.template for prompt in lab.prompts if prompt.template), ChatTemplate())
+    weights = {digest for digest in (target.sha256, target.source_sha256) if digest}
+    read = read_answers(path, target.tokenizer, target.ends, template, weights)
+    texts = [text for text in (text.cut(settings.max_new_tokens, target.context - 1) for text in read) if text.answers]
+    if len(texts) < len(read):
+        log.warning(
+            "%d of %d texts of %s are left out: their prompts fill the context of %d tokens", len(read) - len(texts),
+            len(read), path, target.context,
+        )  # fmt: skip
+    if not texts:
+        raise WrongOption(
+            f"answers_from={path} has no prompt that leaves room for an answer: set target.context to more"
+        )
+    return texts
+
+
+def _writer(lab: Lab, generate: str | None) -> Target:
+    """Return the target that writes answers.
+
+    Raises:
+        ValueError: as in ``gguf.load``; a file with other tokens than the target's; "gguf" for another target.
+    """
+    if generate is None:
+        return lab.target
+    path = lab.target.name if generate == "gguf" else generate
+    if not path.endswith(".gguf"):
+        raise WrongOption(
+            f"generate={generate} names no GGUF file of the target, whose path is {lab.target.name}: set it to one, or "
+            "to null, so that the target answers itself"
+        )
+    writer = gguf.load(path, cache=lab.target.cache)
+    check_same_tokens(lab.target, writer.vocabulary, writer.tokenizer, path, "; task.generate is a file of the target")
+    return writer
