@@ -48,6 +48,7 @@ class DraftLayers(nn.Module):
             multi-head latent attention, gated attention, experts. Every layer has full attention then, also where the
             family has other layers too.
         windows: W of each layer that attends to positions i - W + 1 to i only, None of others; empty: of none.
+        anchored: whether they end at the anchor of drafted rows (``AttentionKind``).
 
     Raises:
         ValueError: fields that describe no model.
@@ -55,7 +56,12 @@ class DraftLayers(nn.Module):
     """
 
     def __init__(
-        self, fields: Mapping[str, Any], count: int, whole: bool = False, windows: Sequence[int | None] = ()
+        self,
+        fields: Mapping[str, Any],
+        count: int,
+        whole: bool = False,
+        windows: Sequence[int | None] = (),
+        anchored: bool = False,
     ) -> None:
         super().__init__()
         kind = fields.get("model_type")
@@ -114,7 +120,7 @@ class DraftLayers(nn.Module):
                 f"sinks, and to consist of {', '.join(LAYER_MODULES)}"
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
-        self.windows = tuple(windows) or (None,) * count
+        self.windows, self.anchored = tuple(windows) or (None,) * count, anchored
         for decoder_layer, window in zip(model.layers, self.windows, strict=True):
             if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
                 decoder_layer.self_attn.sliding_window = window
@@ -372,7 +378,10 @@ class DrafterNetwork(nn.Module):
     @property
     def kinds(self) -> dict[int, AttentionKind]:
         """Kinds of attention, by layer; left out are layers with full attention."""
-        return {layer: AttentionKind(window) for layer, window in enumerate(self.body.windows) if window}
+        anchored = self.body.anchored
+        return {
+            layer: AttentionKind(window, anchored=anchored) for layer, window in enumerate(self.body.windows) if window
+        }
 
 
 class TapNetwork(DrafterNetwork):
@@ -380,6 +389,11 @@ class TapNetwork(DrafterNetwork):
 
     hidden: tuple[int, ...]
     """Numbers of the target's hidden states that ``features`` reads, as in ``runner.Capabilities``."""
+
+    @property
+    def skip(self) -> int:
+        """How many rotary positions are left out between computed rows and those that are drafted after them."""
+        return int(self.settings.positions) - 1
 
     def features(self, hidden: Tensor) -> Tensor:
         """Hidden states of the target ``[n, k * H]`` -> features ``[n, F]``."""

@@ -81,7 +81,9 @@ class FeatureDrafter(ShiftedDrafter):
         super().__init__(plan, name, Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, plan.computed
         own_dtype = dtype or target.lm.dtype
-        self.lm = FeatureLM(network, network.layers, target.lm.device, own_dtype, kinds=network.kinds)
+        self.lm = FeatureLM(
+            network, network.layers, target.lm.device, own_dtype, kinds=network.kinds, skip=network.skip
+        )
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
         """The same proposer with a random network in the toy's dtype, and another tree. See ``Proposer``."""

@@ -20,6 +20,10 @@ MAX_TAPS = 64
 Taps = Sequence[Annotated[int, Whole(-1)]]
 """An option: the numbers of the hidden states that a drafter reads, in this order."""
 Rope = Literal["neox", "interleaved"]
+WindowFrom = Literal["query", "anchor"]
+Positions = Annotated[int, Whole(0, 2)]
+POSITIONS = {"one position is left out": 2, "the last position again": 0}
+"""Values of the option ``positions`` beside 1."""
 WeightSource = Literal["own", "target"]
 Scaling = Literal["own", "target", "none"]
 SCALINGS = {"none": "without scaling", "target": "the target's"}
@@ -53,14 +57,21 @@ def layer_fields(
         windows: whether they may have windows, which ``layer_windows`` reads.
 
     Raises:
-        ValueError: layers with windows where they may have none; no hidden size; more layers than the files have
-            tensors.
+        ValueError: layers with windows where they may have none; no hidden size; rotary embeddings of a part of the
+            numbers; more layers than the files have tensors.
     """
     types, h = config.get("layer_types"), files.whole("hidden_size", config=config)
     full = types is None or (isinstance(types, list) and all(kind == "full_attention" for kind in types))
     if not (full or windows):
         raise ValueError(f"{files.file}: layer_types must be full_attention in every layer, not {brief(types)}")
     files.whole("num_hidden_layers", 1, config=config)
+    for name in ("rope_parameters", "rope_scaling"):
+        part = config[name].get("partial_rotary_factor") if isinstance(config.get(name), Mapping) else None
+        if part is not None and part != 1:
+            raise ValueError(
+                f"{files.file}: {name}.partial_rotary_factor is {brief(part)}, and only 1.0 is supported (rotary "
+                "embeddings of a part of the numbers are not supported): choose another drafter"
+            )
     check_counts(files.folder, config, len(files.held))
     fields = {name: config[name] for name in OF_LAYERS if name in config}
     _choose_rotation(files, config, fields)
@@ -113,6 +124,35 @@ def choose_window(
     unused = files.whole("sliding_window", 0, 0, config=config)
     chosen = files.choose("window", largest, "file", why, {"none": 0, "as stated": unused})
     return tuple((chosen or None) if window or not largest else None for window in windows)
+
+
+def choose_anchored(files: DrafterFiles, windows: Sequence[int | None], trained: bool) -> bool:
+    """Return whether the windows of drafted rows end at their anchor; recorded where layers have windows.
+
+    speculators trains so: rows of a block (``dflash/attention.py``: keys from the anchor minus W on) and those below
+    the first level of an EAGLE-3 head (``eagle3/attention.py``) attend to what their anchor attends to, and to each
+    other. vLLM serves these drafters, as all others, with windows that end at each row.
+
+    Args:
+        files: of the drafter.
+        windows: W of each layer that the files state or an option sets; None of one without.
+        trained: whether speculators has written the files.
+    """
+    if not any(windows):
+        return False
+    why = "speculators trains with windows that end at the anchor" if trained else "windows end at each row"
+    value: WindowFrom = "anchor" if trained else "query"
+    others = {"at each row, as vLLM serves it": "query", "at the anchor, as speculators trains": "anchor"}
+    return bool(files.choose("window_from", value, "default", why, others) == "anchor")
+
+
+def choose_positions(files: DrafterFiles) -> int:
+    """Return by how many rotary positions the first drafted row comes after the last computed one.
+
+    Rotary embeddings tell only the distance of positions, so that the number of the first does not matter; a jump
+    between computed and drafted rows does, which SGLang had until its pull request 25015.
+    """
+    return int(files.choose("positions", 1, "default", "drafted rows follow the computed ones", POSITIONS))
 
 
 def stated_flag(files: DrafterFiles, config: Mapping[str, Any], fields: Mapping[str, bool]) -> bool | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from spec_lab.core.options import Number, Whole
 from spec_lab.drafters.draft_layers import N
 from spec_lab.drafters.eagle.network import NormOutput
-from spec_lab.drafters.layer_conventions import Rope, Scaling, Taps, WeightSource
+from spec_lab.drafters.layer_conventions import Positions, Rope, Scaling, Taps, WeightSource, WindowFrom
 from spec_lab.drafters.trimmed import trimmed, trimmed_hash
 from spec_lab.models.hub import drafter_folder
 from spec_lab.models.packed import pack
@@ -25,6 +25,10 @@ class ReadingOptions(TreeOptions, total=False):
         d2t: the table's numbers are added to those of draft tokens (offset), or are the target's tokens (absolute).
         window: positions that a query attends to, its own included, in layers that have a window (in all where none
             has); 0: all.
+        window_from: windows of drafted rows end at each row itself (query), as vLLM serves them, or at the last
+            computed position (anchor), as speculators trains them.
+        positions: by how many rotary positions the first drafted row comes after the last computed one: 1; 2 leaves one
+            out, 0 repeats the last.
         rope: rotated numbers of a query are i and i + d / 2 (neox), or neighbours (interleaved).
         rope_theta: base of the rotary embeddings.
         rope_scaling: of the rotary embeddings: own, as in the drafter's config; target, as in the target's; none.
@@ -33,6 +37,8 @@ class ReadingOptions(TreeOptions, total=False):
     taps: Taps | None
     d2t: Literal["offset", "absolute"] | None
     window: Annotated[int, Whole(0)] | None
+    window_from: WindowFrom | None
+    positions: Positions | None
     rope: Rope | None
     rope_theta: Annotated[float, Number(0, above=True)] | None
     rope_scaling: Scaling | None

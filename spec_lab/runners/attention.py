@@ -36,23 +36,33 @@ class AttentionKind(NamedTuple):
         chunk: C; position i attends to positions of its own chunk, i // C. None for no chunks.
         causal: whether no position attends to a later one, of rows that otherwise do: those of a block
             (``Packer.blocks``). Position i of a block without it attends to positions i - W + 1 to i + W - 1.
+        anchored: whether the window of a drafted row is that of the last computed position, its anchor, and it attends
+            to drafted rows whatever W is.
     """
 
     sliding_window: int | None = None
     chunk: int | None = None
     causal: bool = False
+    anchored: bool = False
 
     def first(self, position: int) -> int:
         """The first position that a query at this position attends to."""
         near = 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
         return near if self.chunk is None else max(near, position - position % self.chunk)
 
-    def reaches(self, query: Any, key: Any) -> Any:
-        """Whether queries attend to keys, by their positions: arrays or tensors whose shapes broadcast."""
+    def reaches(self, query: Any, key: Any, anchor: Any = None) -> Any:
+        """Whether queries attend to keys, by their positions: arrays or tensors whose shapes broadcast.
+
+        Args:
+            query, key: the positions.
+            anchor: the last computed position, after which rows are drafted; None: no row is.
+        """
         near = key == key
         if self.causal:
             near = near & (key <= query)
-        if self.sliding_window is not None:
+        if self.sliding_window is not None and self.anchored and anchor is not None:
+            near = near & (query.clip(max=anchor) - key < self.sliding_window)
+        elif self.sliding_window is not None:
             near = near & (abs(query - key) < self.sliding_window)
         if self.chunk is not None:
             near = near & (query // self.chunk == key // self.chunk)
@@ -111,7 +121,9 @@ def layers_without_cells(config: Any) -> frozenset[int]:
     return frozenset(layer for layer, name in enumerate(types) if name in none)
 
 
-def attention_mask(kind: AttentionKind, query: np.ndarray, key: np.ndarray, full: np.ndarray) -> np.ndarray:
+def attention_mask(
+    kind: AttentionKind, query: np.ndarray, key: np.ndarray, full: np.ndarray, anchor: int | None = None
+) -> np.ndarray:
     """Return the additive attention mask of a layer of this kind, ``[Q, K]``.
 
     Args:
@@ -120,8 +132,9 @@ def attention_mask(kind: AttentionKind, query: np.ndarray, key: np.ndarray, full
         key: ``[K]`` positions of the keys; of keys that no query attends to, any number.
         full: ``[Q, K]`` the mask with full attention: 0 where the key's token is the query's own or comes before it on
             its path, -inf elsewhere.
+        anchor: as in ``AttentionKind.reaches``.
     """
-    return np.where(kind.reaches(query[:, None], key[None]), full, np.float32(-np.inf))
+    return np.where(kind.reaches(query[:, None], key[None], anchor), full, np.float32(-np.inf))
 
 
 def counting_layers(model: Any) -> dict[int, torch.device]:

@@ -7,6 +7,7 @@ appends those of new positions, and computes a block of rows after them that att
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,11 @@ class BlockLM(FeatureCells):
         parts, size = self._append_early(sequences, features, call), block.shape[1]
         prepared = self._packer.blocks(sequences, [len(part) for part in parts], size)
         block_rows = np.concatenate([np.arange(rows.start - before, rows.stop) for rows in prepared.nodes])
+        if self.skip:
+            moved = prepared.positions.clone()
+            for nodes in prepared.nodes:
+                moved[:, nodes] += self.skip
+            prepared = replace(prepared, positions=moved)
         rows = torch.cat([piece for both in zip(parts, block, strict=True) for piece in both])
         return call(rows, prepared, block_rows).unflatten(0, (-1, before + size))
 

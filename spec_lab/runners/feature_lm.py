@@ -7,6 +7,7 @@ where a language model has a token. So it decodes inputs ``[n, X]``, and returns
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class FeatureCells:
         dtype: of the layers.
         chunk: most rows of one sequence that one forward appends.
         kinds: of the layers' attention, by layer; layers left out have full attention.
+        skip: how many rotary positions are left out between computed rows and those that are drafted after them.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class FeatureCells:
         dtype: torch.dtype,
         chunk: int = 512,
         kinds: Mapping[int, AttentionKind] = NO_KINDS,
+        skip: int = 0,
     ) -> None:
-        self.layers, self.device, self.dtype = layers, device, dtype
+        self.layers, self.device, self.dtype, self.skip = layers, device, dtype, skip
         self.cells = Cells()
         self._packer = Packer(self.cells, kinds, count, device, dtype, chunk)
 
@@ -114,7 +117,7 @@ class FeatureLM(FeatureCells):
         Returns:
             Outputs ``[n, Y]``.
         """
-        return self.run_level(self._packer.level(sequences, shape, rows, inputs), inputs, timed)
+        return self.run_level(self._moved(self._packer.level(sequences, shape, rows, inputs)), inputs, timed)
 
     def levels_ahead(
         self, sequences: Sequence[Any], lengths: Sequence[int], shape: Shape, arrays: Sequence[np.ndarray]
@@ -134,7 +137,11 @@ class FeatureLM(FeatureCells):
         for sequence in active:
             sequence.accept()
         planned = self._packer.plan(active, [[0] * length for length in lengths], None, 0)
-        return self._packer.levels_ahead(planned, sequences, shape, arrays)
+        ahead = self._packer.levels_ahead(planned, sequences, shape, arrays)
+        return ahead._replace(levels=[self._moved(level) for level in ahead.levels])
+
+    def _moved(self, drafted: Prepared) -> Prepared:
+        return replace(drafted, positions=drafted.positions + self.skip) if self.skip else drafted
 
     @inference
     def run_level(self, prepared: Prepared, inputs: Tensor, timed: Phase) -> Tensor:  # [n, Y]

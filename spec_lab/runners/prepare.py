@@ -62,6 +62,7 @@ class Uncommitted(NamedTuple):
         key: ``[m]`` positions of these tokens.
         mask: ``[n, m]`` additive, to which of them each row attends; None for all of them.
         causal: whether the sequence held nothing before, and each row attends to those before it.
+        anchor: the last computed position, after which rows are drafted; None: no row is.
     """
 
     start: int
@@ -72,6 +73,7 @@ class Uncommitted(NamedTuple):
     key: np.ndarray
     mask: np.ndarray | None
     causal: bool = False
+    anchor: int | None = None
 
     @property
     def end(self) -> int:
@@ -391,7 +393,7 @@ class Packer:
                 key = np.concatenate([np.arange(len(sequence), root + 1), key])
                 mask = None if mask is None else np.pad(mask, ((0, 0), (len(before), 0)))
             mask = None if mask is None or not mask.any() else mask
-            new.append(Uncommitted(start, sequence, taken, query, slots, key, mask))
+            new.append(Uncommitted(start, sequence, taken, query, slots, key, mask, anchor=root))
             start += count
         return Planned(positions[:, :start], new, [], [], [])
 
@@ -416,7 +418,10 @@ class Packer:
         starts = [rows.start + length for rows, length in zip(planned.pending, lengths, strict=True)]
         appended = [slice(rows.start, start) for rows, start in zip(planned.pending, starts, strict=True)]
         blocks = [slice(start, start + size) for start in starts]
-        both_ways = [new._replace(mask=None, causal=False) for new in planned.new]
+        both_ways = [
+            new._replace(mask=None, causal=False, anchor=len(new.sequence) + length - 1)
+            for new, length in zip(planned.new, lengths, strict=True)
+        ]
         planned = planned._replace(new=both_ways, pending=appended, nodes=blocks, roots=starts)
         segments, attended, host = self._packed(planned, planned.numbers[1])
         there = upload(self.device, *host)
@@ -552,7 +557,10 @@ def _nearby(
     Returns:
         The first cell that is attended to, and ``full`` and ``causal`` from there on.
     """
-    oldest = kind.first(int(new.query.min()))  # no row attends to an earlier position
+    earliest = int(new.query.min())
+    if kind.anchored and new.anchor is not None:
+        earliest = max(0, min(earliest, new.anchor))
+    oldest = kind.first(earliest)  # no row attends to an earlier position
     committed = new.sequence.slots[oldest:]
     start = min(int(new.slots.min()), int(committed.min(initial=end)))
     if full is not None:
@@ -561,7 +569,7 @@ def _nearby(
         plain = np.zeros((len(new.query), end - start), dtype=np.float32)
         if causal:
             plain[:, new.slots] = new.mask
-    mask = attention_mask(kind, new.query, new.key_positions(end)[start:], plain)
+    mask = attention_mask(kind, new.query, new.key_positions(end)[start:], plain, new.anchor)
     if not start and np.array_equal(mask, plain):
         return 0, full, causal
     hidden = int((mask == 0).any(0).argmax())

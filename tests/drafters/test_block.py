@@ -39,6 +39,13 @@ def lfm2():
     return config | outside | {"dflash_config": inside}, tensors
 
 
+def both_ways():
+    """A DFlash drafter of speculators whose blocks attend in both directions under a window shorter than they are."""
+    head = dflash(H, head=VOCABULARY, layers=1, layer_types=["sliding_attention"], sliding_window=2)
+    config, tensors = speculators(head, "dflash", VOCABULARY)
+    return config | {"sliding_window_non_causal": True}, tensors
+
+
 KEPT = [0, 2, 3, 7, *range(11, 55), 57]
 VARIANTS = {
     "dflash": dflash(H, rope_theta=1e6),
@@ -53,6 +60,8 @@ VARIANTS = {
     "dflash-speculators": speculators(
         dflash(H, head=VOCABULARY, layers=1, layer_types=["sliding_attention"], sliding_window=5), "dflash", VOCABULARY
     ),
+    "dflash-speculators-both-ways": both_ways(),
+    "dflash-skip": dflash(H, layers=1),
     "dspark-lfm2": lfm2(),
     "dflash2": dflash2(H, VOCABULARY, layer_types=["sliding_attention"] * 2, sliding_window=6, is_causal=False),
     "dflash2-three-taps": dflash2(H, VOCABULARY, taps=3, group=32, candidates=3, output_multiplier=0.5),
@@ -81,11 +90,17 @@ KINDS = {
     "dflash-windows": [(6, True), (None, False)],
     "dflash-llama-windows": [(None, False), (4, False)],
     "dflash-speculators": [(5, True)],
+    "dflash-speculators-both-ways": [(2, False)],
     "dflash2": [(6, False)] * 2,
     "dflash-swa": [(7, False)] * 2,
     "dflash-causal": [(None, True)],
 }
 """The windows of layers, and whether rows of a block attend to rows before them only."""
+
+
+OPTIONS = {"dflash-skip": {"positions": 2}}
+ANCHORED = {"dflash-speculators", "dflash-speculators-both-ways"}
+"""Drafters whose windows are those of the last computed position."""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +132,9 @@ def reference(name, target, text, path):
     ]
     theta = config.get("transformer_layer_config", config)["rope_theta"]
     reading = KINDS.get(name, ()), name == "dspark-lfm2" or not config.get("rope_is_neox_style", True)
-    hidden, logits = oracle.rows(w, *parts, taps, *block, SIZES, theta, *scales, *reading)
+    hidden, logits = oracle.rows(
+        w, *parts, taps, *block, SIZES, theta, *scales, *reading, name in ANCHORED, int(name == "dflash-skip")
+    )
     next_row = inner.get("shift_label", config.get("sample_from_anchor", name.startswith("dspark")))
     fields = parts[0], inner.get("pure_draft_prefix_len", 0), inner.get("selector_top_k", 0)
     row_logits = oracle.level(w, hidden, logits, [text[-1], *path], next_row, *fields)
@@ -142,7 +159,7 @@ def check(name, target, draft, sequences):
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without")
+    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without", **OPTIONS.get(name, {}))
 
     def expected(text, path):
         return reference(name, target, text, path)
@@ -390,6 +407,11 @@ REFUSED = {
     "unknown field": (dspark, outer(gate_scale=2), r"gate_scale \(2\)"),
     "block": (dflash, outer(block_size=0), "block_size must be a whole number"),
     "block of one": (dflash, outer(block_size=1), "block_size is 1"),
+    "a part of the rotary numbers": (
+        dflash,
+        outer(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "rope_parameters.partial_rotary_factor is 0.5, and only 1.0 is supported",
+    ),
     "windows of fewer layers": (dflash, outer(layer_types=["sliding_attention"]), "for each of 2 layers"),
     "chunks": (dflash, outer(layer_types=["chunked_attention"] * 2), "layer_types must name one of full_attention"),
     "family": (dflash, outer(model_type="mamba"), "model_type must be one of llama, qwen3, not 'mamba'"),
@@ -416,17 +438,19 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(target, tmp_path
 
 
 NEXT = {"taps": [1, 2, 3], "anchor": "next"}
-FULL = {"window": 0, "causal": "none", "rope": "neox", "rope_scaling": "own"}
+OWN = {"taps": [1, 3], "anchor": "own"}
+FULL = {"window": 0, "positions": 1, "causal": "none", "rope": "neox", "rope_scaling": "own"}
 READINGS = {
-    "dflash": FULL | {"taps": [1, 3], "anchor": "own"},
+    "dflash": FULL | OWN,
     "dspark": FULL | NEXT,
     "dspark-own-row": FULL | NEXT | {"anchor": "own"},
     "dspark-speculators": FULL | NEXT | {"d2t": "offset"},
     "dspark-lfm2": FULL | NEXT | {"rope": "interleaved"},
-    "dflash-windows": FULL | {"taps": [1, 3], "anchor": "own", "window": 6, "causal": "windows"},
-    "dflash-llama-windows": FULL | {"taps": [1, 3], "anchor": "own", "window": 4},
-    "dflash-causal": FULL | {"taps": [1, 3], "anchor": "own", "causal": "all"},
-    "dflash-neighbours": FULL | {"taps": [1, 3], "anchor": "own", "rope": "interleaved"},
+    "dflash-windows": FULL
+    | {"taps": [1, 3], "anchor": "own", "window": 6, "window_from": "query", "causal": "windows"},
+    "dflash-llama-windows": FULL | OWN | {"window": 4, "window_from": "query"},
+    "dflash-causal": FULL | OWN | {"causal": "all"},
+    "dflash-neighbours": FULL | OWN | {"rope": "interleaved"},
 }
 
 

@@ -294,6 +294,10 @@ REFUSED = {
         "'fc.weight' has data type F8_E4M3",
     ),
     "windows": (lambda c, t: c.update(layer_types=["sliding_attention"]), "sliding_window must be a whole number"),
+    "a part of the rotary numbers": (
+        lambda c, t: c.update(rope_scaling={"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.25}),
+        "rope_scaling.partial_rotary_factor is 0.25, and only 1.0 is supported",
+    ),
     "chunks": (lambda c, t: c.update(layer_types=["chunked_attention"]), "layer_types must name one of"),
     "windows of a family": (
         lambda c, t: c.update(model_type="mistral", sliding_window=8, architectures=["Eagle3"]),

@@ -159,7 +159,17 @@ CASES = {
     "biases of queries, keys and values": case(with_biases, biased_head()),
     "a window that Llama ignores": case(fields(sliding_window=3)),
     "a window by the option": case(fields(sliding_window=3), options={"window": 3}, how={"windows": {"midlayer": 3}}),
-    "windows of one layer": case(windowed_speculators, TWO, how={"windows": {"midlayer": 3}}),
+    "windows of one layer, from the anchor": case(
+        windowed_speculators, TWO, how={"windows": {"midlayer": 3}, "anchored": True}
+    ),
+    "windows of one layer": case(
+        windowed_speculators, TWO, how={"windows": {"midlayer": 3}}, options={"window_from": "query"}
+    ),
+    "windows from the anchor by the option": case(
+        None, how={"windows": {"midlayer": 2}, "anchored": True}, options={"window": 2, "window_from": "anchor"}
+    ),
+    "a position is left out": case(None, how={"skip": 1}, options={"positions": 2}),
+    "the last position again": case(None, how={"skip": -1}, options={"positions": 0}),
     "no windows by the option": case(windowed_speculators, TWO, options={"window": 0}),
     "tables of all tokens": case(tables_of_all, FULL, ids=ALL),
     "d2t in order of frequency": case(by_frequency),
@@ -229,9 +239,10 @@ def reference(target, drawn, text, path):
     if drawn.target_head:
         w = w | {"lm_head.weight": model.lm_head.weight}
     features = oracle.eagle3_features(w, [states[tap] for tap in drawn.taps], drawn.flags)
+    how = drawn.how | {"computed": len(tokens)}
     embedding = model.get_input_embeddings().weight
     for token in (*path, None):
-        outputs, logits = oracle.eagle3(w, embedding, tokens, features, SIZES, drawn.flags, **drawn.how)
+        outputs, logits = oracle.eagle3(w, embedding, tokens, features, SIZES, drawn.flags, **how)
         if token is None:
             whole = torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64)
             return whole.index_copy(0, torch.tensor(drawn.ids), logits[-1])

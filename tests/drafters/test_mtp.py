@@ -101,6 +101,18 @@ def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
 
 
+def test_positions_of_drafted_rows_are_a_reading(target, folders):
+    proposer = mtp.load(target, folders["qwen"], depth=3, temperature=1.0)
+    others = [(name, value) for name, _, value in proposer.reading.others]
+    assert proposer.reading.values == {"taps": [-1], "positions": 1} and ("positions", 2) in others
+    other = mtp.load(target, folders["qwen"], depth=3, temperature=1.0, positions=2)
+    first, second = (
+        next(info.draft.q for info in decode(target, drafter, requests(WARM, new=4)[:1])[1] if info.draft.shape.nodes)
+        for drafter in (proposer, other)
+    )
+    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+
+
 # Modules inside the target's own checkpoint
 
 

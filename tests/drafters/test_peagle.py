@@ -35,11 +35,14 @@ def peagle(layers=2, flags=(), token="mask_token_id", layout="specforge", **conf
     return config | {token: 59}, tensors
 
 
+OPTIONS = {"anchor": {"window_from": "anchor"}, "skip": {"positions": 2}}
 VARIANTS = {
     "four-layers": peagle(layers=4),
     "speculators": peagle(layout="speculators", flags=("norm_before_residual", "norm_before_fc")),
     "pard-token": peagle(layers=1, token="pard_token"),
     "windows": peagle(layer_types=["sliding_attention", "full_attention"], sliding_window=5, use_sliding_window=True),
+    "anchor": peagle(layer_types=["sliding_attention", "full_attention"], sliding_window=2, use_sliding_window=True),
+    "skip": peagle(layers=1),
 }
 
 
@@ -63,16 +66,17 @@ def reference(name, target, text, path):
     masks = w["mask_hidden"][0].expand(len(path), -1)
     taps = [torch.cat([states[tap][0], mask]) for tap, mask in zip((1, 2, 2), masks.split(H, 1), strict=True)]
     tokens = torch.tensor([*text[1:], *[59] * len(path)])
-    windows = {"midlayer": 5} if name == "windows" else {}
+    windows = {"windows": {"midlayer": 5}, "anchor": {"midlayer": 2}}.get(name, {})
+    how = {"computed": len(text) - 1, "anchored": name == "anchor", "skip": int(name == "skip")}
     features = oracle.eagle3_features(w, taps, flags)
-    _, logits = oracle.eagle3(w, None, tokens, features, SIZES, flags, windows=windows)
+    _, logits = oracle.eagle3(w, None, tokens, features, SIZES, flags, windows=windows, **how)
     return torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, torch.tensor(IDS), logits[-1])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer = PEagleDrafter.load(target, folders[name], tree=TREE, drawn="without")
+    proposer = PEagleDrafter.load(target, folders[name], tree=TREE, drawn="without", **OPTIONS.get(name, {}))
 
     def expected(text, path):
         return reference(name, target, text, path)
@@ -86,7 +90,15 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
 def test_the_reading_of_a_head_is_recorded_and_each_of_its_values_is_an_option(target, folders):
     proposer = PEagleDrafter.load(target, folders["windows"], depth=2)
-    values = {"taps": [1, 2, 2], "d2t": "offset", "window": 5, "rope": "neox", "rope_scaling": "own"}
+    values = {
+        "taps": [1, 2, 2],
+        "d2t": "offset",
+        "window": 5,
+        "window_from": "query",
+        "positions": 1,
+        "rope": "neox",
+        "rope_scaling": "own",
+    }
     values |= {"norm_before_residual": False, "norm_output": "plain", "embedding": "own", "lm_head": "own"}
     assert proposer.reading.values == values
     again = PEagleDrafter.load(target, folders["windows"], depth=2, **values)

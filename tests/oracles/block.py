@@ -25,11 +25,15 @@ def rows(
     cap=None,
     kinds=(),
     interleaved=False,
+    anchored=False,
+    skip=0,
 ):
     """Normed outputs ``[size, H]`` and logits ``[size, V]`` of every row of a block, of the layers alone.
 
     taps: ``[n, k * H]`` the hidden states of the n computed positions, side by side.
     kinds: of each layer, its window (None: full attention) and whether rows attend to rows before them only.
+    anchored: whether all rows have the window of the last computed position, and attend to each other.
+    skip: rotary positions that are left out before the block.
     """
     heads, shared, dim = sizes
     embedding, head = w.get("embed_tokens.weight", embedding), w.get("lm_head.weight", head)
@@ -52,6 +56,7 @@ def rows(
             return y.transpose(0, 1)
 
         both, everywhere = torch.cat([context, block]), torch.arange(n + size, dtype=torch.float64)
+        everywhere[n:] += skip
         turned = turned_neighbours if interleaved else rotated
         q = turned(split("q", block, heads), everywhere[n:], theta)
         k, v = turned(split("k", both, shared), everywhere, theta), split("v", both, shared)
@@ -60,7 +65,8 @@ def rows(
         hidden = torch.zeros(size, n + size, dtype=torch.bool)
         for row in range(size):
             for key in range(n + size):
-                far = window is not None and abs(n + row - key) >= window
+                away = n - 1 - key if anchored else abs(n + row - key)
+                far = window is not None and away >= window
                 hidden[row, key] = far or (causal and key > n + row)
         scores = (q @ k.transpose(1, 2) / math.sqrt(dim)).masked_fill(hidden, -torch.inf)
         mixed = scores.softmax(-1) @ v

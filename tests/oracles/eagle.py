@@ -21,10 +21,15 @@ def rotated(x, positions, theta=10000.0, neighbours=False):  # [heads, n, d]
     return torch.stack(both, -1).flatten(-2) if neighbours else torch.cat(both, -1)
 
 
-def attention(w, name, x, heads, shared, dim, theta=10000.0, neighbours=False, windows=None):
+def attention(
+    w, name, x, heads, shared, dim, theta=10000.0, neighbours=False, windows=None, computed=0, anchored=False, skip=0
+):
     """Causal self-attention over inputs ``[n, X]`` at positions 0 to n - 1.
 
-    ``windows`` are positions that a query attends to, by name of the layer.
+    windows: positions that a query attends to, by name of the layer.
+    computed: rows before those that are drafted.
+    anchored: whether drafted rows have the window of the last computed one, and attend to each other.
+    skip: rotary positions that are left out before the drafted rows.
     """
     n = len(x)
 
@@ -36,11 +41,14 @@ def attention(w, name, x, heads, shared, dim, theta=10000.0, neighbours=False, w
         return y.transpose(0, 1)
 
     positions = torch.arange(n, dtype=torch.float64)
-    q, k = (rotated(split(kind, count), positions, theta, neighbours) for kind, count in (("q", heads), ("k", shared)))
+    turned = positions + skip * (positions >= computed)
+    q, k = (rotated(split(kind, count), turned, theta, neighbours) for kind, count in (("q", heads), ("k", shared)))
     k, v = (tensor.repeat_interleave(heads // shared, 0) for tensor in (k, split("v", shared)))
     scores = q @ k.transpose(1, 2) / math.sqrt(dim)
     distance = positions[:, None] - positions
-    scores = scores.masked_fill((distance < 0) | (distance >= (windows or {}).get(name, n)), -math.inf)
+    ends = positions.clip(max=computed - 1) if anchored else positions
+    far = ends[:, None] - positions >= (windows or {}).get(name, n)
+    scores = scores.masked_fill((distance < 0) | far, -math.inf)
     mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, heads * dim)
     return mixed @ w[f"{name}.self_attn.o_proj.weight"].T
 

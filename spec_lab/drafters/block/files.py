@@ -16,7 +16,8 @@ vocabulary has ``d2t`` (``drafters.eagle.conventions``).
   ``final_logit_softcapping`` then caps, and ``input_embedding_scale``. Row i of a block predicts the token at its own
   position. Windows are those of ``layer_types`` and ``sliding_window``, or, with ``use_swa``, of every layer. Whether
   the rows of a block attend to each other in both directions is told by ``is_causal`` or ``causal``, else by the layer:
-  in both with full attention, to rows before them with a window.
+  in both with full attention, to rows before them with a window. Windows end at each row, in the format of speculators
+  at the last computed position (``layer_conventions.choose_anchored``).
 - DSpark: besides, ``markov_rank`` and ``markov_head_type``, and the tensors of a Markov head and of a confidence head.
   Row i predicts the token after its position, unless ``sample_from_anchor`` or ``shift_label`` is false or
   ``dspark_bonus_anchor`` true. These fields tell it of the other kinds too.
@@ -58,7 +59,9 @@ from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.eagle.conventions import draft_tokens
 from spec_lab.drafters.layer_conventions import (
+    choose_anchored,
     choose_of_two,
+    choose_positions,
     choose_rope,
     choose_window,
     layer_fields,
@@ -126,7 +129,7 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
     fields = layer_fields(files, layer, target.context + size, windows=True)
     if "layers.0.self_attn.q_norm.weight" in shapes:
         fields["model_type"] = "qwen3"  # the block's authors build these layers whatever the target's family
-    windows, causal = _attention(files, stated, layer)
+    windows, anchored, causal = _attention(files, stated, layer)
     h, layers = layer["hidden_size"], files.whole("num_hidden_layers", config=layer)
     embedding, own_head = (shapes.get("embed_tokens.weight") or (None,))[0], shapes.get("lm_head.weight")
     of_target = files.whole("target_hidden_size", h)
@@ -151,6 +154,7 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
         embedding_scale=_factor(files, stated, "input_embedding_scale", 1.0),
         logit_scale=_factor(files, stated, "output_multiplier", 1.0),
         logit_cap=_factor(files, stated, "final_logit_softcapping", 0.0), windows=windows, causal=causal,
+        anchored=anchored, positions=choose_positions(files),
     )  # fmt: skip
 
 
@@ -211,8 +215,9 @@ def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
 
 def _attention(
     files: DrafterFiles, stated: Mapping[str, Any], layer: Mapping[str, Any]
-) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """The window of each layer, and whether the rows of a block attend to rows before them only.
+) -> tuple[tuple[int | None, ...], bool, tuple[bool, ...]]:
+    """The window of each layer; whether windows end at the anchor of a block; and of each layer whether the rows of a
+    block attend to rows before them only.
 
     As z-lab's code and vLLM read them: without a field that says so, rows of layers with a window in ``layer_types``
     do, and those of other layers do not, nor where ``use_swa`` gives every layer a window.
@@ -227,7 +232,9 @@ def _attention(
         windows = (size or files.whole("sliding_window", config=layer),) * len(windows)
     elif size is not None:
         windows = tuple(window and size for window in windows)
+    stated_windows = windows
     windows = choose_window(files, layer, windows, "layer_types, use_swa and sliding_window tell")
+    anchored = choose_anchored(files, (*windows, *stated_windows), SPECULATORS in files.config)
     stated_causal = stated_flag(files, stated, CAUSAL)
     causal = files.choose(
         "causal", default if stated_causal is None else "all" if stated_causal else "none",
@@ -235,8 +242,10 @@ def _attention(
         "rows of a block attend to rows before them only in layers with a window in layer_types, unless a field tells",
         {"in every layer": "all", "in no layer": "none", "in layers with a window": "windows"},
     )  # fmt: skip
-    return windows, tuple(
-        causal == "all" or (causal == "windows" and layer_window is not None) for layer_window in windows
+    return (
+        windows,
+        anchored,
+        tuple(causal == "all" or (causal == "windows" and layer_window is not None) for layer_window in windows),
     )
 
 

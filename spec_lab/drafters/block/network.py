@@ -57,7 +57,8 @@ class BlockSettings:
         logit_scale: factor of logits.
         conv_taps: k of the convolutions of each layer (``block.convolution``); 0: it has none.
         conv_group: number of channels that share a kernel.
-        windows: of each layer (``DraftLayers``).
+        windows, anchored: of each layer (``DraftLayers``).
+        positions: by how many rotary positions the first row of a block comes after the last computed position.
         causal: of each layer, whether the rows of a block attend to rows before them only; empty: none of them.
         logit_cap: c, logits x become ``c tanh(x / c)`` after that; 0: they do not.
     """
@@ -82,6 +83,8 @@ class BlockSettings:
     conv_group: int = 1
     windows: tuple[int | None, ...] = ()
     causal: tuple[bool, ...] = ()
+    anchored: bool = False
+    positions: int = 1
 
 
 class BlockRows(NamedTuple):
@@ -106,7 +109,7 @@ class BlockNetwork(TapNetwork):
         self.settings = settings
         h = settings.hidden_size
         self.hidden = settings.taps
-        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows)
+        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows, anchored=settings.anchored)
         self.fc = nn.Linear(len(settings.taps) * settings.target_hidden_size, h, bias=False, device="meta")
         self.hidden_norm, self.norm = rms_norm(h, self.body), rms_norm(h, self.body)
         self.embed_tokens: nn.Embedding | None = None
@@ -148,7 +151,11 @@ class BlockNetwork(TapNetwork):
     def kinds(self) -> dict[int, AttentionKind]:
         """Kinds of attention, by layer, without layers in which blocks attend to all before them and to themselves."""
         causal = self.settings.causal or (False,) * self.layers
-        kinds = [AttentionKind(window, causal=flag) for window, flag in zip(self.body.windows, causal, strict=True)]
+        anchored = self.body.anchored
+        kinds = [
+            AttentionKind(window, causal=flag, anchored=anchored and window is not None)
+            for window, flag in zip(self.body.windows, causal, strict=True)
+        ]
         return {layer: kind for layer, kind in enumerate(kinds) if kind != FULL}
 
     def features(self, hidden: Tensor) -> Tensor:

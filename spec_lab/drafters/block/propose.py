@@ -61,7 +61,8 @@ class BlockDrafter(TapDrafter):
             )
         super().__init__(plan, "block", Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, network.settings.block_size
-        self.lm = BlockLM(network, network.layers, target.lm.device, target.lm.dtype, kinds=network.kinds)
+        place = target.lm.device, target.lm.dtype
+        self.lm = BlockLM(network, network.layers, *place, kinds=network.kinds, skip=network.skip)
 
     @staticmethod
     @checked

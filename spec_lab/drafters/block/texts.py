@@ -85,11 +85,12 @@ class BlockTexts:
         if kind not in self.masks:
             device = self.anchors.device
             query, key = self.positions[..., None], torch.arange(self.ids.shape[1], device=device)
-            seen = (key < self.anchors[..., None, None]) & kind.reaches(query, key)
+            anchors = self.anchors[..., None, None]
+            seen = (key < anchors) & kind.reaches(query, key, anchors - 1)
             seen = seen.expand(*query.shape[:3], -1)
             rows = torch.arange(self.size, device=device)
             within = torch.zeros(self.size, self.size, dtype=dtype, device=device)
-            within = within.masked_fill(~kind.reaches(rows[:, None], rows), -torch.inf)
+            within = within.masked_fill(~kind.reaches(rows[:, None], rows, -1), -torch.inf)
             texts = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, HIDDEN)
             self.masks[kind] = texts.flatten(1, 2)[:, None], None if kind == FULL else within
         return self.masks[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,7 @@ from spec_lab.core.tensors import readable
 from spec_lab.drafters.drafter_files import DrafterFiles
 from spec_lab.drafters.eagle.network import NormOutput
 from spec_lab.drafters.layer_conventions import (
+    choose_anchored,
     choose_rope,
     choose_window,
     layer_fields,
@@ -78,10 +79,23 @@ def _is_choice(ids: Tensor, vocabulary: int, marked: Tensor | None) -> bool:
     return marked.shape == (vocabulary,) and torch.equal(marked.bool().nonzero()[:, 0], ascending)
 
 
-def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | None, ...], bool]:
-    """The fields of the head's layers, of the family that has the biases and norms of the files; each layer's window;
-    and whether their rotary embedding turns neighbours.
+class ChosenLayers(NamedTuple):
+    """How a head's layers are read.
+
+    Args:
+        fields: of their config, of the family that has the biases and norms of the files.
+        windows, anchored: as in ``EagleSettings``.
+        interleaved: whether their rotary embedding turns neighbours.
     """
+
+    fields: dict[str, Any]
+    windows: tuple[int | None, ...]
+    anchored: bool
+    interleaved: bool
+
+
+def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> ChosenLayers:
+    """Settle how the head's layers are read, which ``layer`` describes."""
     kind, shapes = layer.get("model_type", "llama"), files.shapes
     norms, biases, last_bias, mlp_biases = (
         any(name.endswith(end) for name in shapes)
@@ -96,7 +110,11 @@ def choose_layer(files: DrafterFiles, layer: Mapping[str, Any]) -> tuple[dict[st
         kind = "qwen3" if norms else "qwen2"  # Llama's layers with norms, or with biases of queries, keys, values alone
     fields = layer_fields(files, {**layer, "model_type": kind}, windows=True) | {"model_type": kind}
     why = "layer_types and use_sliding_window tell which layers have it"
-    return fields, choose_window(files, layer, layer_windows(files, layer), why), choose_rope(files, layer)
+    stated = layer_windows(files, layer)
+    windows = choose_window(files, layer, stated, why)
+    trained = files.config.get("speculators_model_type") == "eagle3"
+    anchored = choose_anchored(files, (*windows, *stated), trained)
+    return ChosenLayers(fields, windows, anchored, choose_rope(files, layer))
 
 
 def is_llama(files: DrafterFiles) -> bool:

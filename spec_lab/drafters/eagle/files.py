@@ -51,7 +51,7 @@ from spec_lab.drafters.eagle.conventions import (
     unused_ends,
 )
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
-from spec_lab.drafters.layer_conventions import settle_taps
+from spec_lab.drafters.layer_conventions import choose_positions, settle_taps
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.target import Target
 
@@ -228,7 +228,7 @@ def eagle_settings(
         or any(name.startswith("midlayer.") or name in TABLES or name.endswith("hidden_norm.weight") for name in shapes)
     )
     files.expect(is_eagle3 or bool({"fc.weight", "fusion_fc.weight"} & shapes.keys()), "fc.weight")
-    fields, windows, interleaved = choose_layer(files, layer)
+    fields, windows, anchored, interleaved = choose_layer(files, layer)
     if layer is config:
         table = EAGLE3_FIELDS if is_eagle3 else EAGLE1_FIELDS
         if is_llama(files):
@@ -248,7 +248,8 @@ def eagle_settings(
         if files.flag("fusion_bias" if kind == "eagle" else "bias") and not bias:
             raise ValueError(f"{files.folder} holds no fc.bias, but config.json states that there is one")
         taps = settle_taps(files, [-1], "default", "EAGLE-1 reads the state after the final norm")
-        return EagleSettings(fields, h, v, layers, bias, taps, windows), interleaved
+        positions = choose_positions(files)
+        return EagleSettings(fields, h, v, layers, bias, taps, windows, anchored, positions), interleaved
     files.check_target(files.whole("target_hidden_size", h))
     w = config.get("draft_vocab_size")
     if w is None and shapes.get("lm_head.weight"):
@@ -262,6 +263,7 @@ def eagle_settings(
     settings = Eagle3Settings(
         fields, h, wide, v, choose_taps(files), w, layers, choose_residual(files), **flags,
         norm_output=choose_norm_output(files, prefixed), own_embedding=own_embedding, windows=windows,
+        anchored=anchored, positions=choose_positions(files),
         fc=reads_taps(files) or "fc.weight" in shapes, fc_bias="fc.bias" in shapes,
     )  # fmt: skip
     return settings, interleaved

@@ -42,6 +42,8 @@ class EagleSettings:
         bias: whether ``fc`` has a bias.
         taps: the number of the hidden state that is read.
         windows: W of each layer, None of one with full attention; empty: none has a window.
+        anchored: whether they end at the anchor of drafted rows (``AttentionKind``).
+        positions: by how many rotary positions the first drafted row comes after the last computed one.
     """
 
     layer: Mapping[str, Any]
@@ -51,6 +53,8 @@ class EagleSettings:
     bias: bool = True
     taps: tuple[int, ...] = (-1,)
     windows: tuple[int | None, ...] = ()
+    anchored: bool = False
+    positions: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Eagle3Settings:
             back (EAGLE-3); "feedback", the normed state is read and fed back (EAGLE-3.1); "raw", it is not applied.
         own_embedding: whether the head has an embedding of its own.
         windows: W of each layer, None of one with full attention; empty: none has a window.
+        anchored: whether they end at the anchor of drafted rows (``AttentionKind``).
+        positions: by how many rotary positions the first drafted row comes after the last computed one.
         fc: whether ``fc`` makes the features; False: they are the one tap.
         fc_bias: whether ``fc`` has a bias.
     """
@@ -89,6 +95,8 @@ class Eagle3Settings:
     norm_output: NormOutput = "plain"
     own_embedding: bool = False
     windows: tuple[int | None, ...] = ()
+    anchored: bool = False
+    positions: int = 1
     fc: bool = True
     fc_bias: bool = False
 
@@ -105,7 +113,7 @@ class Eagle(FeatureNetwork):
     def __init__(self, settings: EagleSettings) -> None:
         super().__init__()
         self.settings, self.hidden = settings, settings.taps
-        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows)
+        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows, anchored=settings.anchored)
         self.body.layers[0].input_layernorm = nn.Identity()
         self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size, settings.bias, device="meta")
 
@@ -154,7 +162,7 @@ class Eagle3(FeatureNetwork):
         self.settings = settings
         h, wide = settings.hidden_size, len(settings.taps) * settings.target_hidden_size
         self.hidden = settings.taps
-        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows)
+        self.body = DraftLayers(settings.layer, settings.layers, windows=settings.windows, anchored=settings.anchored)
         self.body.widen(2 * h)
         self.hidden_norm = rms_norm(h, self.body)
         self.norm = rms_norm(h, self.body)

@@ -43,6 +43,7 @@ class MtpSettings:
         own_embedding: whether they have an embedding of their own.
         own_head: whether they have an LM head of their own.
         taps: the number of the hidden state that the first module reads.
+        positions: by how many rotary positions the first drafted row comes after the last computed one.
     """
 
     layer: Mapping[str, Any]
@@ -53,6 +54,7 @@ class MtpSettings:
     own_embedding: bool = False
     own_head: bool = False
     taps: tuple[int, ...] = (-1,)
+    positions: int = 1
 
 
 class Frame(nn.Module):

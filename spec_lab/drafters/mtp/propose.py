@@ -10,7 +10,7 @@ from typing import Annotated, Unpack
 
 from spec_lab.core.options import DrafterPath, Filled, checked
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.drafters.layer_conventions import Taps
+from spec_lab.drafters.layer_conventions import Positions, Taps
 from spec_lab.drafters.mtp.files import in_target, read_mtp
 from spec_lab.drafters.trimmed import Drafted, trimmed, with_tokens
 from spec_lab.models.checkpoint import weights_hash
@@ -27,6 +27,7 @@ def load(
     revision: Filled | None = None,
     tokens: Drafted | None = None,
     taps: Taps | None = None,
+    positions: Positions | None = None,
     **options: Unpack[TreeOptions],
 ) -> FeatureDrafter:
     """Read MTP modules and choose their trees.
@@ -38,6 +39,7 @@ def load(
         tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
             target's stop tokens; None: all.
         taps: the number of the hidden state that is read: -1 after the final norm, L (of L layers) before it; None: -1.
+        positions: by how many rotary positions the first drafted row comes after the last computed one; None: 1.
         options: of the trees.
 
     Raises:
@@ -48,7 +50,7 @@ def load(
     plan.check_width(target.vocabulary)
     if path is not None and not in_target(path, target):
         path = drafter_folder(path, revision)
-    network = trimmed(read_mtp(path, target, {"taps": taps}), tokens, target)
+    network = trimmed(read_mtp(path, target, {"taps": taps, "positions": positions}), tokens, target)
     plan.check_width(network.tokens)
     pack(network)
     sha256 = target.sha256 if in_target(path, target) else weights_hash(str(path))

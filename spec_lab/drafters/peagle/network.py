@@ -44,7 +44,11 @@ class PEagle(Eagle3):
     @property
     def kinds(self) -> dict[int, AttentionKind]:
         """Kinds of attention, by layer: rows attend to rows before them."""
-        return {layer: AttentionKind(window, causal=True) for layer, window in enumerate(self.body.windows)}
+        anchored = self.body.anchored
+        return {
+            layer: AttentionKind(window, causal=True, anchored=anchored and window is not None)
+            for layer, window in enumerate(self.body.windows)
+        }
 
     def masks(self, count: int) -> Tensor:
         """The inputs ``[count, 2H]`` of mask rows."""

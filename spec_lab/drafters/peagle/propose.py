@@ -61,7 +61,7 @@ class PEagleDrafter(ShiftedDrafter):
         super().__init__(plan, "peagle", Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, plan.depth
         device, dtype = target.lm.device, dtype or target.lm.dtype
-        self.lm = BlockLM(network.rows, network.layers, device, dtype, kinds=network.kinds)
+        self.lm = BlockLM(network.rows, network.layers, device, dtype, kinds=network.kinds, skip=network.skip)
 
     @staticmethod
     @checked
