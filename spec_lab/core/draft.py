@@ -7,7 +7,7 @@ K maximum number of children of a row, D depth of the deepest node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -99,6 +99,8 @@ class Draft:
         one_hot: whether every q is one-hot, as at temperature 0, so that sampled nodes are verified as points are.
         limits: ``[B]`` what a policy allowed, for records; empty without one.
         late: of a draft that nobody has looked at; no node of it can be left out. None elsewhere.
+        predict: computes, for records, the drafter's own prediction for each node of this draft or a part of it: the
+            probability ``[M]`` that it is accepted if its parent is. None of a drafter that predicts nothing.
     """
 
     shape: Shape
@@ -112,6 +114,7 @@ class Draft:
     one_hot: bool = False
     limits: Sequence[Limit] = ()
     late: Late | None = None
+    predict: Callable[[Draft], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.token.numel() != self.shape.nodes:
@@ -226,7 +229,10 @@ class Draft:
         if not isinstance(drawn, str):
             drawn = drawn[kept]
             noise = noise if GUMBEL in drawn else None
-        return Draft(smaller, token, drawn, self.q, q_row, noise, self.broken, extra, self.one_hot, self.limits), both
+        kept_draft = replace(
+            self, shape=smaller, token=token, drawn=drawn, q_row=q_row, noise=noise, computed_only=extra
+        )
+        return kept_draft, both
 
 
 def empty(roots: int, device: torch.device | str = "cpu") -> Draft:

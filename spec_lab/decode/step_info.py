@@ -77,7 +77,7 @@ class StepInfo:
 
     def slim(self) -> StepInfo:
         """The step without its draft distributions, which take V numbers for every node."""
-        if self.draft.q is None:
+        if self.draft.q is None and self.draft.predict is None:
             return self
         draft = self.draft
         slim = Draft(draft.shape, draft.token, computed_only=draft.computed_only, limits=draft.limits)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.inference import inference
 from spec_lab.core.probabilities import Sampling
@@ -25,12 +27,14 @@ class Forwards(NamedTuple):
         expand: computes further rows.
         finish: receives what was drafted; None where nobody needs it.
         drop: gives back what was computed, at the end and after an error; None where that stays.
+        predict: as in ``Draft``.
     """
 
     roots: Computed
     expand: Expand
     finish: Callable[[Grown], None] | None = None
     drop: Callable[[], None] | None = None
+    predict: Callable[[Draft], Tensor] | None = None
 
 
 class TreeProposer(Proposer):
@@ -115,4 +119,5 @@ class TreeProposer(Proposer):
         finally:
             if forwards.drop is not None:
                 forwards.drop()
-        return replace(grown.draft, broken={}) if self.lenient and grown.draft.broken else grown.draft
+        draft = grown.draft if forwards.predict is None else replace(grown.draft, predict=forwards.predict)
+        return replace(draft, broken={}) if self.lenient and draft.broken else draft

@@ -129,6 +129,10 @@ OPTIONAL = {
             "distribution (expected_kind says whether given the noise too); null where the parent cannot be "
             "accepted, and where the step failed before it was verified",
         ),
+        "draft_confidence": (
+            pa.list_(pa.float32()),
+            "the drafter's own prediction of draft_accept, by a confidence head (DSpark 2607.05147); null without one",
+        ),
         "draft_legal": (
             pa.list_(pa.bool_()),
             "whether the constraint allows each drafted token and those above it; null without a constraint on the "

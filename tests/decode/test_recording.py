@@ -124,6 +124,7 @@ def test_rows_hold_the_tree_the_path_and_the_emitted_tokens(target, verifier, dr
             assert all(row["draft_accept"][node] > 0 for node in path)
             expected = sum(_reach(row["draft_accept"], row["draft_parents"]))
             assert expected == pytest.approx(row["expected_accepted"], abs=1e-9)
+            assert row["draft_confidence"] is None, "there is no confidence head"
             assert 0 < row["emitted_p"] <= 1 and row["draft_legal"] is row["draft_forced"] is None
             texts[info.sequences[tree_number].request.id] += row["emitted_tokens"][: row["emitted_kept"]]
     assert list(texts.values()) == emitted(engine)

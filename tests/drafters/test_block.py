@@ -113,8 +113,8 @@ def folders(tmp_path_factory):
     return {name: written(tmp_path_factory.mktemp(name), *drafter) for name, drafter in VARIANTS.items()}
 
 
-def reference(name, target, text, path):
-    """Logits ``[V]`` after ``text``, whose last token is pending, and a drafted ``path``."""
+def plain_rows(name, target, text):
+    """Normed outputs and logits of the rows of the block after ``text``, whose last token is pending."""
     config, w = VARIANTS[name]
     model, inner = target.lm.model, config.get("dflash_config", config)
     states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
@@ -132,11 +132,18 @@ def reference(name, target, text, path):
     ]
     theta = config.get("transformer_layer_config", config)["rope_theta"]
     reading = KINDS.get(name, ()), name == "dspark-lfm2" or not config.get("rope_is_neox_style", True)
-    hidden, logits = oracle.rows(
+    return oracle.rows(
         w, *parts, taps, *block, SIZES, theta, *scales, *reading, name in ANCHORED, int(name == "dflash-skip")
     )
+
+
+def reference(name, target, text, path):
+    """Logits ``[V]`` after ``text`` and a drafted ``path``."""
+    config, w = VARIANTS[name]
+    inner, (hidden, logits) = config.get("dflash_config", config), plain_rows(name, target, text)
     next_row = inner.get("shift_label", config.get("sample_from_anchor", name.startswith("dspark")))
-    fields = parts[0], inner.get("pure_draft_prefix_len", 0), inner.get("selector_top_k", 0)
+    embedding = target.lm.model.get_input_embeddings().weight
+    fields = embedding, inner.get("pure_draft_prefix_len", 0), inner.get("selector_top_k", 0)
     row_logits = oracle.level(w, hidden, logits, [text[-1], *path], next_row, *fields)
     if len(row_logits) < VOCABULARY:
         nothing = torch.full((VOCABULARY,), -torch.inf, dtype=row_logits.dtype)
@@ -187,6 +194,26 @@ def test_the_confidence_head_is_read(target, folders, name):
     hidden, token = torch.randn(3, H, dtype=torch.float64), torch.tensor([7, 0, 60])
     expected = [oracle.confidence(VARIANTS[name][1], *row) for row in zip(hidden, token, strict=True)]
     torch.testing.assert_close(network.confidence(hidden, token), torch.cat(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark-rnn"])
+@torch.no_grad()
+def test_every_drafted_node_has_the_confidence_of_the_row_that_drafts_it(target, folders, name):
+    proposer, w = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without"), VARIANTS[name][1]
+    _, steps = decode(target, proposer, requests(WARM, new=6))
+    compared = 0
+    for info in (info for info in steps if info.draft.shape.nodes):
+        shape, predicted = info.draft.shape, info.draft.predict(info.draft)
+        token = [None] * shape.roots + info.draft.token.tolist()
+        for tree, sequence in enumerate(info.sequences):
+            text = sequence.tokens[: info.context[tree]]
+            hidden = plain_rows(name, target, text)[0] if len(shape.trees[tree]) > 1 else None
+            for row in shape.trees[tree][1:].tolist():
+                path = [text[-1], *(token[above] for above in shape.path(row))]
+                expected = oracle.confidence(w, hidden[len(path) - 2], torch.tensor(path[-2]))
+                torch.testing.assert_close(predicted[row - shape.roots], expected[0], rtol=0, atol=1e-6)
+                compared += 1
+    assert compared > 40
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from spec_lab.analysis import metrics
+from spec_lab.analysis import metrics, report
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
+from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.propose import Null
 from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.results.writer import load_token_texts
@@ -21,6 +22,8 @@ from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.tasks.benchmark import margins, run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Gumbel, Match
+from tests.drafters.block_drafters import dspark
+from tests.drafters.eagle_heads import written
 from tests.labs import TEXTS, Letters, Repeat, lab, settings
 from tests.propose.lab import draft_model
 
@@ -90,6 +93,18 @@ def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_
     assert texts == {token: Letters().decode([token]) for token in occurring} and load_token_texts(done[0]) == {}
     assert recorded.steps["nodes"].sum() > 0
     pd.testing.assert_frame_equal(recorded.steps[[*plain.steps.columns]], plain.steps)
+
+
+def test_a_confidence_head_is_recorded_and_its_calibration_is_in_summary_and_page(tmp_path):
+    made = lab()
+    path = written(tmp_path / "head", *dspark(32, 61, ids=(0, 1), mask=61))
+    drafter = BlockDrafter.load(made.target, path, depth=3)
+    assert run(replace(made, proposer=drafter), settings(tmp_path / "out", record="drafts"), CONFIG, quiet()) == 0
+    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["speculative"]["confidence_head"]
+    steps = metrics.load(tmp_path / "out").steps
+    drafted = steps[(steps["arm"] == "speculative") & (steps["nodes"] > 0)]
+    assert (drafted["draft_confidence"].map(len) == drafted["nodes"]).all() and 0 < facts["ece"] < 1
+    assert "Calibration of the confidence head" in report.write(tmp_path / "out").read_text()
 
 
 def test_greedy_arms_agree(done):

@@ -16,6 +16,7 @@ from spec_lab.cli.commands import drafter_check
 from spec_lab.core.faults import PartError, attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.reading import Convention, Reading
+from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
@@ -30,6 +31,8 @@ from spec_lab.tasks.check_drafter.readings import alike, prompt_variants, try_re
 from spec_lab.tasks.check_drafter.task import explained
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
+from tests.drafters.block_drafters import dspark
+from tests.drafters.eagle_heads import written
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import COLD, decode, draft_model, plain_logits, plain_probabilities, requests
 from tests.tiny import CONTEXT, tiny_target
@@ -144,12 +147,21 @@ def test_sampled_drafts_of_a_proposer_without_a_plan_are_refused(target):
         predicted(target, Sampled(), answers_of(target, WARM, 4), 1, WARM, 2)
 
 
+def test_a_confidence_head_is_read_along_the_text(target, tmp_path):
+    path = written(tmp_path / "head", *dspark(32, 61, ids=(0, 1), mask=61))
+    drafter, (answer, *_) = BlockDrafter.load(target, path, depth=DEPTH), answers_of(target, WARM, 6)
+    (text,) = predicted(target, drafter, [answer], 1, WARM, DEPTH)
+    assert np.array_equal(np.isnan(text.predicted), np.isnan(text.alpha)) and (text.predicted[0] > 0).all()
+    (other,) = predicted(target, draft_model("1x1"), [answer], 1, WARM, DEPTH)
+    assert np.isnan(other.predicted).all()
+
+
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
 def text_of(accepted, prompt=5, **more):
     accepted = np.asarray(accepted, dtype=float)
-    figures = {"agreed": accepted, "alpha": accepted, "confidence": accepted} | more
+    figures = dict.fromkeys(("agreed", "alpha", "confidence", "predicted"), accepted) | more
     return Predicted(prompt, accepted=accepted, **figures)
 
 
@@ -170,6 +182,9 @@ def test_the_calibration_error_is_the_mean_distance_of_confidence_and_agreement(
     assert facts["ece"] == pytest.approx((2 * abs(0.925 - 0.5) + 0.75) / 3)
     assert [entry["tokens"] for entry in facts["bins"]] == [1, 2]
     assert calibration([text_of(agreed, confidence=np.full((4, 1), np.nan))]) is None
+    alpha = np.array([[0.5], [0.75], [0.25], [np.nan]])
+    head = calibration([text_of(agreed, alpha=alpha, predicted=confidence)], head=True)
+    assert head["ece"] == pytest.approx(2 * abs(0.925 - 0.625) / 3) and head["agreed"] == pytest.approx(0.5)
 
 
 # Readings ------------------------------------------------------------------------------------------------------------

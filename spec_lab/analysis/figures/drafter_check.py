@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from spec_lab.analysis.figures import palette, style
 from spec_lab.analysis.figures.style import STYLE
 
-NAMES = {"used": "in use", "best": "best"}
+NAMES = {"used": "in use", "best": "best", "used_head": "confidence head", "best_head": "confidence head, best"}
 """Readings of which all figures are shown, as ``summary.json`` and as tables and figures call them."""
 
 
@@ -86,11 +86,12 @@ def by_range(
 
 
 @rc_context(STYLE)
-def reliability(calibrations: Mapping[str, Mapping[str, Any] | None]) -> Figure | None:
-    """Draw the reliability diagram: agreement by confidence; None without a confidence.
+def reliability(calibrations: Mapping[str, Mapping[str, Any] | None], key: str = "agreed") -> Figure | None:
+    """Draw the reliability diagram: what happened by confidence; None without a confidence.
 
     Args:
-        calibrations: of ``summary.json``, by reading.
+        calibrations: as ``metrics.reliability`` returns them, by reading or arm.
+        key: of what happened.
     """
     known = {name: facts for name, facts in calibrations.items() if facts is not None}
     if not known:
@@ -98,9 +99,9 @@ def reliability(calibrations: Mapping[str, Mapping[str, Any] | None]) -> Figure 
     figure, (axes,) = style.panels(1, 3.2, 3.0, right=1.4)
     axes.plot([0, 1], [0, 1], color=palette.GREY, linestyle="--", linewidth=1)
     for number, (name, facts) in enumerate(known.items()):
-        confidence, agreed = ([entry[key] for entry in facts["bins"]] for key in ("confidence", "agreed"))
+        confidence, happened = ([entry[column] for entry in facts["bins"]] for column in ("confidence", key))
         label = f"{NAMES.get(name, name)}, ECE {facts['ece']:.3f}"
-        axes.plot(confidence, agreed, "o-", ms=4, color=palette.COLOURS[number], label=label)
-    axes.set(xlabel="confidence", ylabel="agreement", xlim=(0, 1), ylim=(0, 1))
+        axes.plot(confidence, happened, "o-", ms=4, color=palette.COLOURS[number], label=label)
+    axes.set(xlabel="confidence", ylabel="agreement" if key == "agreed" else "acceptance", xlim=(0, 1), ylim=(0, 1))
     style.legend_right(axes)
     return figure

@@ -39,7 +39,8 @@ DEPTHS = (
 RANGES = "Expected tokens of a step that begins after so many tokens, with 95 % intervals over texts."
 CONFIDENCE = (
     "Confidence: the largest draft probability at temperature 1, against how often the target's likeliest token is "
-    "the same. ECE: the expected calibration error (1706.04599), in ten equal bins."
+    "the same; of a confidence head (DSpark) its prediction, against alpha. ECE: the expected calibration error "
+    "(1706.04599), in ten equal bins."
 )
 REASONS = {
     "sampling": "The difference is explained by sampling: the interval over texts holds {value:g}.",
@@ -193,5 +194,5 @@ def _calibrations(by_name: Mapping[str, Mapping[str, Any] | None]) -> DataTable 
         for name, facts in by_name.items()
         if facts is not None
     ]
-    columns = [("reading", False), ("mean confidence", True), ("agreement", True), ("ECE", True)]
+    columns = [("reading", False), ("mean confidence", True), ("agreement or alpha", True), ("ECE", True)]
     return DataTable(columns, rows) if rows else None

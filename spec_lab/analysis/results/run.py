@@ -85,6 +85,10 @@ PATHS = (
     "node (before cuts). Hollow: never accepted. Where a tree is not fixed, only accepted nodes are drawn; of large "
     "trees the 64 nodes accepted most often."
 )
+HEADS = (
+    "What the drafter's confidence head predicts for its drafted tokens, against the exact probability that each is "
+    "accepted given that all above it are. ECE: the expected calibration error (1706.04599), in ten equal bins."
+)
 NO_STEPS = "No finished group has a step after its prefill, so there is nothing to draw."
 
 Arms = Mapping[str, Mapping[str, Any]]
@@ -176,6 +180,15 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
         Section("Accepted paths", PATHS, None, {"accepted_trees": partial(figures.accepted_trees, tables, drafted)},
                 missing="No arm drafted anything that was accepted."),
     ]  # fmt: skip
+    heads = {arm: facts for arm, values in arms.items() if (facts := values.get("confidence_head"))}
+    if heads:
+        rows = [
+            [Cell(arm), *(cell(facts[key], ".3f") for key in ("confidence", "accepted", "ece"))]
+            for arm, facts in heads.items()
+        ]
+        columns = [("arm", False), ("mean confidence", True), ("acceptance", True), ("ECE", True)]
+        drawn = {"confidence": partial(figures.reliability, heads, "accepted")}
+        sections.append(Section("Calibration of the confidence head", HEADS, DataTable(columns, rows), drawn))
     if peers := metrics.speedups_over_peers(tables):
         rows = [
             [Cell(arm), *(cell(speedups[arm]) for speedups in peers.values())] for arm in next(iter(peers.values()))

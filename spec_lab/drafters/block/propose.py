@@ -14,7 +14,9 @@ from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from spec_lab.core.draft import Draft
 from spec_lab.core.options import DrafterPath, Filled, checked
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload, upload_tokens
@@ -138,4 +140,14 @@ class BlockDrafter(TapDrafter):
                 states = torch.cat([states, below])
             return RowLogits.of(row_logits)
 
-        return Forwards(RowLogits.of(logits), expand)
+        def predict(draft: Draft) -> Tensor:
+            shape, roots = draft.shape, torch.zeros(draft.shape.roots, dtype=torch.long, device=device)
+            parent = shape.parent
+            block_row, above, drafted = upload(
+                device, number[shape.root[parent]] * levels + shape.depth[parent], parent, np.flatnonzero(depths)
+            )
+            token = torch.cat([roots.index_copy_(0, drafted, pending), draft.token]).index_select(0, above)
+            return network.confidence(block.hidden.index_select(0, block_row), token)
+
+        predicts = network.confidence_head is not None
+        return Forwards(RowLogits.of(logits), expand, predict=predict if predicts else None)

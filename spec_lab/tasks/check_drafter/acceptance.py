@@ -9,10 +9,8 @@ import numpy as np
 
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
 from spec_lab.analysis.metrics.paired import Totals
+from spec_lab.analysis.metrics.reliability import reliability
 from spec_lab.tasks.check_drafter.along_text import Predicted
-
-BINS = 10
-"""Equal bins of the confidence."""
 
 
 def expected_steps(accepted: np.ndarray) -> float:
@@ -104,26 +102,14 @@ def by_range(texts: Sequence[Predicted], context: bool, trained: int | None = No
     return rows
 
 
-def calibration(texts: Sequence[Predicted]) -> dict[str, Any] | None:
-    """Return how well the drafter's confidence, its largest probability, tells whether the target's likeliest token is
-    the same: the expected calibration error (1706.04599) and the reliability in equal bins; None without a confidence.
+def calibration(texts: Sequence[Predicted], head: bool = False) -> dict[str, Any] | None:
+    """Return how well the drafter's confidence is calibrated (``metrics.reliability``); None without one.
+
+    Args:
+        texts: along which was drafted.
+        head: the prediction of its confidence head, against alpha; otherwise its largest probability, against whether
+            the target's likeliest token is the same.
     """
-    confidence, agreed = (
-        np.concatenate([getattr(text, figure).ravel() for text in texts]) for figure in ("confidence", "agreed")
-    )
-    known = ~np.isnan(confidence)
-    confidence, agreed = confidence[known], agreed[known]
-    if not len(confidence):
-        return None
-    number = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    bins = [
-        {"tokens": int(inside.sum()), **_means(confidence[inside], agreed[inside])}
-        for inside in (number == bin_number for bin_number in range(BINS))
-        if inside.any()
-    ]
-    error = sum(entry["tokens"] * abs(entry["confidence"] - entry["agreed"]) for entry in bins) / len(confidence)
-    return {"ece": float(error), **_means(confidence, agreed), "bins": bins}
-
-
-def _means(confidence: np.ndarray, agreed: np.ndarray) -> dict[str, float]:
-    return {"confidence": float(confidence.mean()), "agreed": float(agreed.mean())}
+    figures = ("predicted", "alpha") if head else ("confidence", "agreed")
+    predicted, happened = (np.concatenate([getattr(text, figure).ravel() for text in texts]) for figure in figures)
+    return reliability(predicted, happened, "agreed")

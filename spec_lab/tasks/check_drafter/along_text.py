@@ -72,6 +72,7 @@ class Predicted:
             drafter's own tree where that has deterministic tokens, else by a chain; NaN also where the plan's
             ``confidence`` has ended the draft.
         confidence: ``[n, K]`` the largest probability of q at temperature 1; NaN without a q.
+        predicted: ``[n, K]`` what the drafter's confidence head predicts of alpha; NaN without one.
     """
 
     prompt: int
@@ -79,6 +80,7 @@ class Predicted:
     alpha: np.ndarray
     accepted: np.ndarray
     confidence: np.ndarray
+    predicted: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +225,7 @@ class AlongText:
         kv, logits, hidden = compute_text(self.target, request.tokens, emitted, drafter.requires.hidden, drafter.nodes)
         with attributed("proposer", drafter):
             state = drafter.init(request)
-        figures = {name: np.full((len(emitted) - 1, self.depth), np.nan) for name in FIGURES}
+        figures = {name: np.full((len(emitted) - 1, self.depth), np.nan) for name in (*FIGURES, "predicted")}
         return _DraftedText(answer, figures, logits, hidden, SequenceState(request, kv, [], state=state))
 
     def _step(self, texts: Sequence[_DraftedText], position: int) -> None:
@@ -239,6 +241,9 @@ class AlongText:
             with attributed("proposer", self.proposer):
                 self.proposer.observe([self._observation(text, position) for text in texts])
                 draft = self.proposer.propose(batch)
+                predicted = None
+                if draft.predict is not None and self.plan is not None and draft.shape.nodes:
+                    predicted = draft.predict(draft).float().cpu().numpy()
         finally:
             for text, kv in zip(texts, whole, strict=True):
                 if text.sequence.kv is not kv:
@@ -249,6 +254,10 @@ class AlongText:
             return
         for depth, (trees, logits) in enumerate(self.plan.levels):
             self._note([texts[tree] for tree in trees], position, depth, logits)
+        if predicted is not None:
+            for tree, text in enumerate(texts):
+                levels = predicted[draft.shape.trees[tree][1:] - draft.shape.roots]
+                text.figures["predicted"][position, : len(levels)] = levels
 
     def _observation(self, text: _DraftedText, position: int) -> Observation:
         """Return the observation of a decoding step: the prompt, and then the token before the pending one."""

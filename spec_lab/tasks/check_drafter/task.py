@@ -128,7 +128,8 @@ def summarise(
         "readings": [reading.facts() for reading in tried],
         "by_position": {name: by_range(along, False) for name, along in texts.items()},
         "by_context": {name: by_range(along, True, trained) for name, along in texts.items()},
-        "calibration": {name: calibration(along) for name, along in texts.items()},
+        "calibration": {name: calibration(along) for name, along in texts.items()}
+        | {f"{name}_head": facts for name, along in texts.items() if (facts := calibration(along, head=True))},
         "expected": None if expect is None else explained(expect, tried, best),
     }
 
