@@ -28,7 +28,7 @@ class Letters:
 
     eos_token_id = None
 
-    def encode(self, words: str) -> list[int]:
+    def encode(self, words: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) % VOCABULARY for letter in words]
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:

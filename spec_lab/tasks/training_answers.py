@@ -52,8 +52,7 @@ class Answers:
         if self.writer is not self.lab.target:
             facts["answered_by_sha256"] = self.writer.sha256
         if self.known is not None:
-            texts = json.dumps([asdict(text) for text in self.known])
-            facts["prompt_tokens_sha256"] = sha256(texts.encode()).hexdigest()
+            facts["prompt_tokens_sha256"] = texts_hash(self.known)
         return facts
 
     def count(self, conversations: Sequence[Conversation]) -> int:
@@ -108,7 +107,7 @@ def answers_of(
         if answers > 1 or generate is not None:
             other = "generate" if answers == 1 else f"answers={answers}"
             raise WrongOption(f"answers_from names answers that exist already: leave {other} out, which asks for new")
-        known = _known(lab, settings, answers_from)
+        known = known_answers(lab, settings, answers_from)
         number = len(known)
     first = number - max(1, round(held_out * number))
     learned = [(place, repeat) for repeat in range(answers) for place in range(first)]
@@ -117,7 +116,12 @@ def answers_of(
     )
 
 
-def _known(lab: Lab, settings: Settings, path: str) -> list[AnsweredText]:
+def texts_hash(texts: Sequence[AnsweredText]) -> str:
+    """Return the SHA-256 of texts with answers."""
+    return sha256(json.dumps([asdict(text) for text in texts]).encode()).hexdigest()
+
+
+def known_answers(lab: Lab, settings: Settings, path: str) -> list[AnsweredText]:
     """Return answers that exist already, cut to the run's number of tokens and to the target's context.
 
     Raises:

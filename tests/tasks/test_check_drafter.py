@@ -28,7 +28,7 @@ from spec_lab.tasks.check_drafter import check
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, expected_steps, tau
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, predicted
 from spec_lab.tasks.check_drafter.readings import alike, prompt_variants, try_readings
-from spec_lab.tasks.check_drafter.task import explained
+from spec_lab.tasks.check_drafter.task import check_sampling, explained
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from tests.drafters.block_drafters import dspark
@@ -305,7 +305,7 @@ def test_an_expected_tau_is_explained_by_sampling_or_a_reading(expect, right, by
 # The task ------------------------------------------------------------------------------------------------------------
 
 
-def checked(out, expect=None, **parts):
+def checked(out, expect=None, answers_from=None, **parts):
     screen = io.StringIO()
     changes = {"batch_size": 2, "max_new_tokens": 8}
     code = check(
@@ -314,6 +314,7 @@ def checked(out, expect=None, **parts):
         {"name": "toy", "task": {"_target_": "spec_lab.tasks.check_drafter.check"}},
         Console(file=screen, width=150),
         expect=expect,
+        answers_from=answers_from,
     )
     return code, " ".join(screen.getvalue().split()), json.loads((out / "summary.json").read_text())
 
@@ -350,6 +351,53 @@ def test_a_check_names_the_best_reading_and_its_options(tmp_path):
         summary["readings"][1]["tau"]["mean"] - summary["readings"][0]["tau"]["mean"]
     )
     assert "Best reading" in report.write(tmp_path / "run").read_text()
+
+
+def test_a_check_that_was_ended_measures_only_the_readings_that_are_not_there(tmp_path, monkeypatch):
+    measured = []
+
+    def rebuild(changed):
+        if len(measured) == 2 and not changed.get("resumed"):
+            raise KeyboardInterrupt
+        return Read(**changed)
+
+    def counted(target, drafter, *more):
+        measured.append(drafter.values)
+        return predicted(target, drafter, *more)
+
+    monkeypatch.setattr("spec_lab.tasks.check_drafter.task.predicted", counted)
+    with pytest.raises(FileNotFoundError):  # no summary
+        checked(tmp_path / "run", proposer=Read(), rebuild=rebuild)
+    assert [reading["taps"] for reading in measured] == ["a", "b"]
+    _, _, summary = checked(tmp_path / "run", proposer=Read(), rebuild=lambda changed: Read(**changed))
+    assert [reading["taps"] for reading in measured] == ["a", "b", "c", "a"]
+    _, _, whole = checked(tmp_path / "whole", proposer=Read(), rebuild=lambda changed: Read(**changed))
+    assert summary == whole and len(summary["readings"]) == 4
+
+
+def chat_file(tmp_path):
+    say = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cdefgh"}]
+    more = [{"role": "user", "content": "ij"}, {"role": "assistant", "content": "klmn"}]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"messages": say + more * number}) + "\n" for number in (0, 1, 1)))
+    return str(file)
+
+
+def test_answers_that_exist_already_are_checked_along_and_conversations_are_the_texts_of_intervals(tmp_path):
+    _, _, summary = checked(tmp_path / "run", proposer=draft_model("1x1"), answers_from=chat_file(tmp_path))
+    assert summary["texts"] == 5 and summary["tokens"] == 3 * 5 + 2  # max_new_tokens=8 cuts the second answers
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["prompt_tokens_sha256"]
+    one = [text_of(np.full((4, 1), rate)) for rate in (0.5, 0.25, 1.0, 0.0)]
+    pairs = [replace(text, conversation=number // 2) for number, text in enumerate(one)]
+    assert tau(pairs).mean == tau(one).mean and tau(pairs).low != tau(one).low
+
+
+def test_answers_of_a_run_must_be_sampled_as_this_run_samples(tmp_path):
+    folder = tmp_path / "earlier"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"sampling": {"temperature": 0.7}}))
+    with pytest.raises(ValueError, match=r"holds answers of sampling.temperature=0.7, and this run has 0"):
+        check_sampling(str(folder), COLD)
 
 
 def test_readings_that_could_not_be_measured_are_named_with_the_reason(tmp_path):

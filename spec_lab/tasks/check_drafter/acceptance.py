@@ -39,17 +39,25 @@ def _reached(accepted: np.ndarray) -> np.ndarray:  # [n, K]
 
 
 def totals(texts: Sequence[Predicted]) -> Totals:
-    """Return each text's tokens and expected steps, whose ratio is the expected tau: the prompt's step is left out."""
+    """Return each conversation's tokens and expected steps, whose ratio is the expected tau: the prompts' steps are
+    left out.
+    """
+    _, number = np.unique(conversations(texts), return_inverse=True)
     return Totals(
-        np.array([float(len(text.accepted)) for text in texts]),
-        np.array([expected_steps(text.accepted) for text in texts]),
+        np.bincount(number, [float(len(text.accepted)) for text in texts]),
+        np.bincount(number, [expected_steps(text.accepted) for text in texts]),
     )
 
 
+def conversations(texts: Sequence[Predicted]) -> list[int]:
+    """Return the number of each text's conversation."""
+    return [number if text.conversation is None else text.conversation for number, text in enumerate(texts)]
+
+
 def tau(texts: Sequence[Predicted], level: float = 0.95) -> Interval:
-    """Return the expected tokens of a step, with an interval of this level over texts."""
+    """Return the expected tokens of a step, with an interval of this level over conversations."""
     tokens, steps = totals(texts)
-    return cluster_interval(tokens, steps, np.arange(len(texts)), level)
+    return cluster_interval(tokens, steps, np.arange(len(tokens)), level)
 
 
 def by_depth(texts: Sequence[Predicted], figure: str) -> list[float]:
@@ -77,14 +85,14 @@ def by_range(texts: Sequence[Predicted], context: bool, trained: int | None = No
 
     Returns:
         For each range its ends ``first`` and ``last``, the number of ``steps``, the tokens with their interval over
-        texts, and whether it is ``beyond`` the trained positions.
+        conversations, and whether it is ``beyond`` the trained positions.
     """
     whole = [text.accepted[: max(0, len(text.accepted) - text.accepted.shape[1] + 1)] for text in texts]
     position = np.concatenate(
         [np.arange(len(steps)) + 1 + text.prompt * context for steps, text in zip(whole, texts, strict=True)]
     )  # tokens before the step
     tokens = np.concatenate([1 + _reached(steps).sum(1) for steps in whole])
-    number = np.repeat(np.arange(len(whole)), [len(steps) for steps in whole])
+    number = np.repeat(conversations(texts), [len(steps) for steps in whole])
     largest = int(position.max(initial=0))
     doubled = {16 * 2**power for power in range(32) if not power or 8 * 2**power < largest}
     ends = sorted(doubled | ({trained} if context and trained is not None and trained < largest else set()))

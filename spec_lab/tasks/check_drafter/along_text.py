@@ -51,10 +51,12 @@ class Answer:
     Args:
         request: its prompt.
         tokens: prompt and answer.
+        conversation: number of the conversation of which it is an answer; None: it is alone in its own.
     """
 
     request: Request
     tokens: Sequence[int]
+    conversation: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ class Predicted:
             ``confidence`` has ended the draft.
         confidence: ``[n, K]`` the largest probability of q at temperature 1; NaN without a q.
         predicted: ``[n, K]`` what the drafter's confidence head predicts of alpha; NaN without one.
+        conversation: as in ``Answer``.
     """
 
     prompt: int
@@ -81,6 +84,7 @@ class Predicted:
     accepted: np.ndarray
     confidence: np.ndarray
     predicted: np.ndarray
+    conversation: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +220,7 @@ class AlongText:
                 self.proposer.close(text.sequence.state)
                 text.sequence.kv.close()
             self.target.lm.clock.take()
-        return [Predicted(text.first, **text.figures) for text in texts]
+        return [Predicted(text.first, conversation=text.answer.conversation, **text.figures) for text in texts]
 
     def _computed(self, answer: Answer) -> _DraftedText:
         """Compute a text by one forward of the target."""

@@ -100,7 +100,7 @@ def try_readings(
 
     Args:
         proposer: as it is read.
-        prompts: of the run.
+        prompts: of the run, which are sent otherwise as well; none of answers that exist already.
         target: whose chat template they may go through.
         build, measure: see there; without ``build`` no other reading of the drafter is tried.
         tick: called when a reading has been measured.
@@ -112,7 +112,7 @@ def try_readings(
     used = TriedReading({}, "in use", proposer.reading, measure(proposer, None))
     tick()
     others = proposer.reading.others if build is not None else []
-    variants = prompt_variants(prompts, target)
+    variants = prompt_variants(prompts, target) if prompts else []
     left = ERROR / 2 if len({convention for convention, *_ in others}) > 1 else 0.0
     level = 1 - (ERROR - left) / max(1, len(others) + len(variants))
 

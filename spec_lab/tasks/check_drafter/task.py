@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
 
 from spec_lab.analysis.results import drafter_check
-from spec_lab.core.options import Number, checked
+from spec_lab.core.files import read_json
+from spec_lab.core.options import Filled, Number, WrongOption, checked
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
+from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.propose import Null
+from spec_lab.propose.cost_cache import default_folder
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, follows_tree, predicted
+from spec_lab.tasks.check_drafter.kept_texts import KeptTexts
 from spec_lab.tasks.check_drafter.readings import TriedReading, alike, try_readings
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
+from spec_lab.tasks.training_answers import known_answers, texts_hash
+from spec_lab.text.answers import AnsweredText
 from spec_lab.text.prompts import Prompt
-from spec_lab.verify import Match
+from spec_lab.train.record import answer
 
 
 @checked
@@ -31,8 +39,11 @@ def check(
     console: Console | None = None,
     *,
     expect: Annotated[float, Number(1)] | None = None,
+    answers_from: Filled | None = None,
 ) -> int:
     """Measure how well the drafter predicts the target's answers, under every reading that its files leave open.
+
+    What was measured is kept: the same command with the same ``output_dir`` resumes there.
 
     Args:
         lab: the parts: target, proposer, prompts and sampling.
@@ -40,43 +51,54 @@ def check(
         config: the configuration, for the manifest.
         console: prints the tables; default standard output.
         expect: published tokens of a step to compare with; None: none.
+        answers_from: folder of an earlier run, or JSON lines of messages with answers of the target, along which is
+            drafted; None: the target answers the prompts.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        ValueError: no proposer that drafts; fewer than two prompts, or answers of one token; a constraint; a directory
-            that holds another run.
+        ValueError: no proposer that drafts; fewer than two prompts, or answers of one token; a constraint; answers of
+            another target or sampling; a directory that holds another run.
         OSError: the directory cannot be written.
     """
     console = console or Console()
-    lab.check_one_turn("task=check_drafter")
     proposer = lab.proposer.proposer if isinstance(lab.proposer, Adaptive) else lab.proposer
     if isinstance(proposer, Null) or not proposer.nodes:
         raise ValueError("task=check_drafter: no proposer drafts: choose one, such as proposer=eagle")
     if lab.applied is not None:
         raise ValueError("task=check_drafter does not support constraints: set constraint=none")
-    if len(lab.prompts) < 2:
+    known = None if answers_from is None else known_answers(lab, settings, answers_from)
+    if answers_from is None:
+        lab.check_one_turn("task=check_drafter")
+    else:
+        check_sampling(answers_from, lab.sampling)
+    if len(lab.prompts if known is None else known) < 2:
         raise ValueError("task=check_drafter requires two prompts or more: its intervals are over them")
-    depth = draft_depth(proposer)
+    depth, prompts = draft_depth(proposer), lab.prompts if known is None else ()
+    kept, answers = KeptTexts(settings.output_dir / "readings"), list[Answer]()
 
-    answers: list[Answer] = []
+    def measured(drafter: Proposer, others: Sequence[Prompt] | None) -> list[Predicted]:
+        def measure() -> list[Predicted]:
+            texts = answers if others is None else answered(replace(lab, prompts=others), settings)
+            return predicted(lab.target, drafter, texts, settings.batch_size, lab.sampling, depth)
 
-    def measured(drafter: Proposer, prompts: Sequence[Prompt] | None) -> list[Predicted]:
-        texts = answers if prompts is None else answered(replace(lab, prompts=prompts), settings)
-        return predicted(lab.target, drafter, texts, settings.batch_size, lab.sampling, depth)
+        return kept.of(drafter.reading, others, measure)
 
     def work(_: Mapping[str, Any]) -> Done:
-        answers[:] = answered(lab, settings)
+        answers[:] = answered(lab, settings) if known is None else given(known, lab, settings)
         with Progress(desc=settings.name, unit="reading") as bar:
-            tried, best = try_readings(proposer, lab.prompts, lab.target, lab.rebuild, measured, bar.update)
+            tried, best = try_readings(proposer, prompts, lab.target, lab.rebuild, measured, bar.update)
         return Done(summarise(lab, proposer, settings, tried, best, expect), drafter_check.result)
 
     def left() -> tuple[int, str]:
-        return 0, "nothing is kept of a check that has not ended"
+        return len(kept), f"{len(kept)} readings are measured in {kept.folder}"
 
+    facts = {} if known is None else {"prompt_tokens_sha256": texts_hash(known)}
     leaves = "Summary, manifest and figures"
-    return Task(lab, settings, config, ["speculative"], work, left, leaves=leaves).run(console)
+    return Task(lab, settings, config, ["speculative"], work, left, more=facts, leaves=leaves, resumes=True).run(
+        console
+    )
 
 
 def answered(lab: Lab, settings: Settings) -> list[Answer]:
@@ -85,16 +107,48 @@ def answered(lab: Lab, settings: Settings) -> list[Answer]:
     Raises:
         ValueError: a prompt that does not fit; no answer has a second token; an answer broke.
     """
-    arm, requests, answers = lab.arm(settings, Null.load(lab.target), Match()), lab.requests(settings), list[Answer]()
-    for start in range(0, len(requests), settings.batch_size):
-        group = requests[start : start + settings.batch_size]
-        for request, outcome in zip(group, arm.decode(group).outcomes, strict=True):
-            if outcome.error:
-                raise ValueError(outcome.error)
-            answers.append(Answer(request, [*request.tokens, *outcome.tokens]))
+    requests, folder = lab.requests(settings), (default_folder() or settings.output_dir) / "answers"
+    texts = answer(lab.target, requests, settings.batch_size, settings.seed, lab.pieces, folder)
+    return _long_enough([Answer(request, text.tokens) for request, text in zip(requests, texts, strict=True)])
+
+
+def given(texts: Sequence[AnsweredText], lab: Lab, settings: Settings) -> list[Answer]:
+    """Return answers that exist already.
+
+    Raises:
+        ValueError: no answer has a second token.
+    """
+    answers = list[Answer]()
+    for number, text in enumerate(texts):
+        for prompt, tokens in text.each():
+            request = Request(len(answers), text.name, prompt, lab.sampling, settings.max_new_tokens, lab.target.ends)
+            answers.append(Answer(request, (*prompt, *tokens), number))
+    return _long_enough(answers)
+
+
+def _long_enough(answers: list[Answer]) -> list[Answer]:
     if all(len(answer.tokens) - len(answer.request.tokens) < 2 for answer in answers):
         raise ValueError("task=check_drafter requires answers of two tokens or more: set a larger max_new_tokens")
     return answers
+
+
+def check_sampling(path: str, sampling: Sampling) -> None:
+    """Refuse answers of a run that samples otherwise; of files of conversations it is not known.
+
+    Raises:
+        ValueError: names an option and both values.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    facts = read_json(folder / "manifest.json") if Path(path).is_dir() or path.endswith(".parquet") else None
+    stated = (facts or {}).get("sampling")
+    if not isinstance(stated, dict):
+        return
+    for name, value in asdict(sampling).items():
+        if name in stated and stated[name] != value:
+            raise WrongOption(
+                f"answers_from={path} holds answers of sampling.{name}={stated[name]}, and this run has {value}: "
+                "figures are of answers that are sampled as the run samples; set it to the same"
+            )
 
 
 def summarise(
