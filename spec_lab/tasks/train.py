@@ -36,7 +36,7 @@ from spec_lab.train.objectives import expected_length
 from spec_lab.train.recipe import Beginning, Recipe, settings_of
 from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
-from spec_lab.train.trainer import Plan, Trainer, matrix_products
+from spec_lab.train.trainer import Plan, Trainer, matrix_products, multiplies_bfloat16
 from spec_lab.verify import Token
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ def train(
         warmup_steps: steps in which the rates rise; at most half of those before they fall.
         decay: share of the steps in which they fall.
         save_seconds: seconds between two checkpoints.
-        precision: of the drafter's matrix products; its weights and losses are float32. None: bfloat16 on a GPU (by
-            autocast), float32 on a CPU.
+        precision: of the drafter's matrix products; its weights and losses are float32. None: bfloat16 (by autocast)
+            on a GPU and on a CPU with instructions for it, else float32.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -131,7 +131,7 @@ def train(
         plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
     )  # fmt: skip
     if precision is None:
-        precision = "bfloat16" if lab.target.lm.device.type == "cuda" else "float32"
+        precision = "bfloat16" if multiplies_bfloat16(lab.target.lm.device) else "float32"
     autocast = torch.bfloat16 if precision == "bfloat16" else None
     fitting = _Training(lab, settings, recipe, plan, source, autocast, console)
     leaves = "Drafter, texts, learning curves, summary and manifest"
@@ -256,7 +256,8 @@ class _Training:
 
         def measure() -> dict[str, Any]:
             begun.module.eval()
-            accepted, agreed = _held_out(begun.objective, others, plan.part, self.lab.target.lm.device)
+            with matrix_products(self.lab.target.lm.device, self.autocast):
+                accepted, agreed = _held_out(begun.objective, others, plan.part, self.lab.target.lm.device)
             begun.module.train()
             lengths = {"accepted_length": expected_length(accepted), "agreed_length": expected_length(agreed)}
             return {"accepted": accepted, "agreed": agreed} | {key: round(length, 4) for key, length in lengths.items()}

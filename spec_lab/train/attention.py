@@ -63,7 +63,7 @@ class _Merged(torch.autograd.Function):
         value: Tensor,
         *private: Tensor,
     ) -> Tensor:
-        with _full_precision(query):
+        with full_precision(query):
             q, k, v = _widened(query, key, value)
             output, total, _ = _fused(q, k, v, mask, scale)
             if private:
@@ -81,7 +81,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         mask, private_mask, query, key, value, output, total, *private = ctx.saved_tensors
         scale, heads = ctx.scale, key.shape[1]
-        with _full_precision(query):
+        with full_precision(query):
             q, k, v = _widened(query, key, value)
             gradient = gradient.to(q.dtype)
             d_query, d_key, d_value = _fused_backward(gradient, q, k, v, output, total, mask, scale)
@@ -108,8 +108,8 @@ class _Merged(torch.autograd.Function):
         )
 
 
-def _full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """No autocast inside."""
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast on the tensor's device."""
     kind = tensor.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from spec_lab.train.attention import full_precision
 from spec_lab.train.objectives import (
     ChainLoss,
     Chains,
@@ -28,6 +29,7 @@ from spec_lab.train.objectives import (
     Weights,
     chain_loss,
     compare_states,
+    mean_losses,
 )
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
@@ -91,20 +93,27 @@ class ChainObjective:
         truth = truth_after(text, self.target, self.dtype, self.ids, self.final)
         with torch.no_grad():
             embedded = self.target.embed(text.ids).to(dtype) * self.scale
-        compared, placed = [], []
+        learned_states, logits, rows, placed = [], [], [], []
         for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(dtype), embedded)):
             learned = counts[:, 1 + position :]  # the last column's next token is not in the text
             row, column = learned.nonzero(as_tuple=True)
-            rows = number[:, 1 + position :][learned].to(device)
-            states = states[row.to(device), column.to(device)]
-            logits = partial(self.drafts.logits, position)
-            compared.append(compare_states(states, logits, truth, rows, self.kind, self.deterministic))
+            rows.append(number[:, 1 + position :][learned].to(device))
+            learned_states.append(states[row.to(device), column.to(device)])
+            logits.append(partial(self.drafts.logits, position))
             placed.append((row * counts.shape[1] + column).to(device))
-        loss = chain_loss(
-            _aligned(compared, placed, counts.numel()), self.kind, self.weights,
-            [self.decay**position for position in range(len(compared))],
-        )  # fmt: skip
-        return loss, [rows.measured() for rows in compared]
+        decay = [self.decay**position for position in range(len(rows))]
+        if self.kind != "tau" and self.weights == "decay":  # the weights of rows do not depend on the draft
+            loss, compared = mean_losses(
+                learned_states, logits, list(self.network.parameters()), truth, rows, decay, self.kind,
+                self.deterministic,
+            )  # fmt: skip
+        else:
+            compared = [
+                compare_states(*position, self.kind, self.deterministic)
+                for position in zip(learned_states, logits, [truth] * len(rows), rows, strict=True)
+            ]
+            loss = chain_loss(_aligned(compared, placed, counts.numel()), self.kind, self.weights, decay)
+        return loss, [compared_rows.measured() for compared_rows in compared]
 
 
 @torch.no_grad()
@@ -115,7 +124,8 @@ def truth_after(
     assert text.hidden is not None
     row, column = (index.to(text.ids.device) for index in text.counts(1).nonzero(as_tuple=True))
     hidden = text.hidden[row, column, -(final or 0) :].to(dtype)
-    return Truth.of(hidden, target.lm_head, text.ids[row, column + 1], ids)
+    with full_precision(hidden):
+        return Truth.of(hidden, target.lm_head, text.ids[row, column + 1], ids)
 
 
 def _aligned(compared: Sequence[ComparedRows], placed: Sequence[Tensor], columns: int) -> Chains:
@@ -176,7 +186,8 @@ class AlikeObjective:
     """The loss after each token before one that the target wrote. It is the same at all draft positions.
 
     Args:
-        states: what the drafter computes of texts, ``[B, T - 1, X]``.
+        network: in training.
+        states: what it computes of texts, ``[B, T - 1, X]``.
         logits: ``[n, X] -> [n, V]``.
         target: its LM head.
         dtype: of the target.
@@ -185,6 +196,7 @@ class AlikeObjective:
         final: H, where the texts' hidden states are more than the last one, after the final norm; None: all of them.
     """
 
+    network: nn.Module
     states: Callable[[Texts], Tensor]
     logits: Callable[[Tensor], Tensor]
     target: TargetHead
@@ -198,5 +210,8 @@ class AlikeObjective:
         truth = truth_after(text, self.target, self.dtype, final=self.final)
         row, column = (index.to(text.ids.device) for index in text.counts(1).nonzero(as_tuple=True))
         rows = torch.arange(len(row), device=text.ids.device)
-        measured = compare_states(self.states(text)[row, column], self.logits, truth, rows, self.kind).measured()
-        return measured.loss, [measured] * self.depth
+        loss, (compared,) = mean_losses(
+            [self.states(text)[row, column]], [self.logits], list(self.network.parameters()), truth, [rows], [1.0],
+            self.kind,
+        )  # fmt: skip
+        return loss, [compared.measured()] * self.depth

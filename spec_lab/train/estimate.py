@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from spec_lab.core.device_memory import readable
-from spec_lab.train.objectives import CHUNK
+from spec_lab.train.pieces import CHUNK
 from spec_lab.train.texts import Texts
 
 OPTIMISER = 4 * (1 + 1 + 2)

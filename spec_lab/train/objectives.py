@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from spec_lab.core.probabilities import argmax
+from spec_lab.train.pieces import again, joined, rows_at_once, summed
 
 Loss = Literal["kl", "reverse_kl", "tv", "nla", "hybrid_lk", "ce"]
 """Losses of a row: see ``row_loss``."""
@@ -23,8 +25,6 @@ Weights = Literal["decay", "dpace"]
 """How the losses of draft positions are weighted: see ``chain_loss``."""
 TV = "1 - alpha"
 """Definition of the loss "tv". It was the name of -log alpha, which now is "nla"."""
-CHUNK = 2**24
-"""Maximum number of logits that are computed at a time; their rows are computed again for the gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +53,21 @@ class Truth:
         """
         vocabulary = lm_head(hidden[:0]).shape[-1]
         p, best = [], []
-        for rows in hidden.split(max(1, CHUNK // vocabulary)):
-            logits = lm_head(rows)
-            share = logits.softmax(-1, dtype=_wide(logits))
-            p.append(share if ids is None else share[:, ids])
-            best.append(logits.argmax(-1))
+        for rows in hidden.split(rows_at_once(vocabulary, hidden.device)):
+            logits = lm_head(rows).detach()
+            logits = logits.to(_wide(logits))
+            total = logits.logsumexp(-1, keepdim=True)
+            p.append(((logits if ids is None else logits[:, ids]) - total).exp_())
+            best.append(argmax(logits))
         if ids is None:
             return Truth(torch.cat(p), torch.cat(best), token)
         index = torch.full((vocabulary,), -1, device=ids.device)
         index[ids] = torch.arange(len(ids), device=ids.device)
         return Truth(torch.cat(p), index[torch.cat(best)], index[token])
+
+    def learned(self, kind: ChainLoss) -> Tensor:
+        """Return whether each row has a loss of a kind, ``[N]``."""
+        return (self.token if kind == "ce" else self.best) >= 0
 
     def __getitem__(self, rows: slice | Tensor) -> Truth:
         return Truth(self.p[rows], self.best[rows], self.token[rows])
@@ -88,11 +93,6 @@ class ComparedRows(NamedTuple):
     accepted: Tensor
     agreed: Tensor
     learned: Tensor
-
-    @staticmethod
-    def joined(pieces: Sequence[ComparedRows]) -> ComparedRows:
-        """The rows of several pieces."""
-        return pieces[0] if len(pieces) == 1 else ComparedRows(*map(torch.cat, zip(*pieces, strict=True)))
 
     def measured(self) -> Measured:
         """Return the means over the rows."""
@@ -155,11 +155,11 @@ def compare(logits: Tensor, truth: Truth, kind: ChainLoss = "kl", deterministic:
     """
     log_q = logits.log_softmax(-1, dtype=_wide(logits))
     p = truth.p / truth.p.sum(-1, keepdim=True).clamp_min(1e-30)
-    learned = (truth.token if kind == "ce" else truth.best) >= 0
+    learned = truth.learned(kind)
     loss = row_loss(kind, log_q, p, truth.token) * learned
     alpha = torch.minimum(truth.p, log_q.exp()).sum(-1)
     with torch.no_grad():
-        top = log_q.argmax(-1)
+        top = argmax(log_q.detach())
         accepted = truth.p.gather(1, top[:, None])[:, 0] if deterministic else alpha.detach()
         true = log_q.gather(1, truth.token.clamp_min(0)[:, None])[:, 0].exp() * (truth.token >= 0)
     return ComparedRows(loss, alpha, true, accepted, top == truth.best, learned)
@@ -173,7 +173,7 @@ def compare_states(
     kind: ChainLoss = "kl",
     deterministic: bool = False,
 ) -> ComparedRows:
-    """Compare a draft with the target, in chunks of rows whose logits are not kept for the gradients.
+    """Compare a draft with the target, in pieces whose logits are computed again for the gradients.
 
     Args:
         states: ``[N, X]`` of the drafter.
@@ -187,21 +187,40 @@ def compare_states(
     def run(states: Tensor, p: Tensor, best: Tensor, token: Tensor, rows: Tensor) -> ComparedRows:
         return compare(logits(states), Truth(p, best, token)[rows], kind, deterministic)
 
-    size = max(1, CHUNK // truth.p.shape[1])
-    starts = range(0, max(1, len(states)), size)
+    size = rows_at_once(truth.p.shape[1], states.device)
     given = truth.p, truth.best, truth.token
-    return ComparedRows.joined([again(run, states[at : at + size], *given, rows[at : at + size]) for at in starts])
+    return joined([again(run, x, *given, of) for x, of in zip(states.split(size), rows.split(size), strict=True)])
 
 
-R = TypeVar("R")
+def mean_losses(
+    states: Sequence[Tensor],
+    logits: Sequence[Callable[[Tensor], Tensor]],
+    parameters: Sequence[Tensor],
+    truth: Truth,
+    rows: Sequence[Tensor],
+    weights: Sequence[float],
+    kind: Loss = "kl",
+    deterministic: bool = False,
+) -> tuple[Tensor, list[ComparedRows]]:
+    """Return the sum of the mean losses of several draft positions, times their weights, and the rows of each.
 
+    It is that of ``compare_states``, but nothing is computed twice, and the rows have no gradients.
 
-def again(run: Callable[..., R], *arguments: Tensor) -> R:
-    """Call a function; what it computes is not kept, but computed again for the gradients."""
-    if not torch.is_grad_enabled():
-        return run(*arguments)
-    kept = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return cast(R, kept)
+    Args:
+        states: of each draft position, ``[N_k, X]``.
+        logits: of each, ``[n, X] -> [n, W]``.
+        parameters: that ``logits`` use and whose gradients are computed; they may use fewer.
+        truth, rows, kind, deterministic: see ``compare_states``; rows of each position, ``[N_k]``.
+        weights: of the positions.
+    """
+    learned = [truth.learned(kind)[of].sum().clamp_min(1) for of in rows]
+
+    def run(position: int, x: Tensor, of: Tensor) -> tuple[Tensor, ComparedRows]:
+        compared = compare(logits[position](x), truth[of], kind, deterministic)
+        return compared.loss.sum() * (weights[position] / learned[position]), compared
+
+    size = rows_at_once(truth.p.shape[1], truth.p.device)
+    return summed(run, states, [(of,) for of in rows], parameters, size)
 
 
 class Chains(NamedTuple):

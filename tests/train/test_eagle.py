@@ -145,7 +145,7 @@ def test_eagle1_learns_features_and_distributions_one_position_ahead():
     w = {EAGLE.published(name)[0]: parameter for name, parameter in network.named_parameters()}
     batch = text(1)
     truth = truth_after(batch, SERVICES, FLOAT)
-    features, (first,) = eagle1_losses(network, batch, truth, EMBEDDING[batch.ids], SERVICES.lm_head)
+    features, _, first = eagle1_losses(network, batch, truth, EMBEDDING[batch.ids], SERVICES.lm_head)
     distance, loss, rows = 0.0, 0.0, 0
     for row in range(B):
         predicted = oracle.eagle1(w, EMBEDDING, batch.ids[row, 1:], batch.hidden[row, :-1], SIZES)

@@ -52,7 +52,7 @@ def test_an_eagle3_head_of_8b_trains_in_less_than_40_gb():
     counted = estimate(lambda text: objective(text)[0], weights, [head], trial_text(C, 4 * H, META))
     trained = sum(weight.numel() for weight in weights)
     assert 420e6 < trained < 430e6
-    assert counted.text == pytest.approx(6.63e9, rel=0.01)
+    assert counted.text == pytest.approx(6.36e9, rel=0.01)
     before = 7 * 32 * C * C * 4 * 2 + 7 * 3 * C * W * 4  # scores and shares of all unrolls, and logits: not kept
     assert before > 10e9
     room = int(40e9) - TARGET_BYTES - 4 * trained

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 from spec_lab.drafters.eagle.train import Eagle3Recipe
-from spec_lab.train import objectives
+from spec_lab.train import pieces
 from spec_lab.train.objectives import (
     ChainLoss,
     Chains,
@@ -18,6 +18,7 @@ from spec_lab.train.objectives import (
     compare,
     compare_states,
     expected_length,
+    mean_losses,
     row_loss,
 )
 
@@ -134,7 +135,7 @@ def test_gradients_of_chains_by_finite_differences(weights):
 
 @pytest.mark.parametrize("chunk", [1, 9, 1000])
 def test_chunks_of_rows_change_nothing(chunk, monkeypatch):
-    monkeypatch.setattr(objectives, "CHUNK", chunk)
+    monkeypatch.setattr(pieces, "CHUNK", chunk)
     states, weight = random(7, 3, seed=1).requires_grad_(), random(3, 4, seed=2).requires_grad_()
     truth, rows = truth_of(random(9, 4, seed=3)), torch.tensor([8, 0, 3, 3, 1, 2, 5])
     ours = compare_states(states, lambda x: x @ weight, truth, rows, "nla")
@@ -143,6 +144,27 @@ def test_chunks_of_rows_change_nothing(chunk, monkeypatch):
         torch.testing.assert_close(getattr(ours, name), value)
     for computed in zip(*(torch.autograd.grad(r.loss.sum(), (states, weight)) for r in (ours, plain)), strict=True):
         torch.testing.assert_close(*computed)
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce", "nla"])
+@pytest.mark.parametrize("chunk", [1, 9, 1000])
+def test_losses_whose_gradients_are_computed_with_them_are_the_plain_ones(chunk, kind, monkeypatch):
+    """Two positions of a chain, with logits of their own and shared weights; the upstream gradient is 3."""
+    monkeypatch.setattr(pieces, "CHUNK", chunk)
+    states = [random(rows, 3, seed=rows).requires_grad_() for rows in (5, 7)]
+    weight, bias, other = (random(*shape, seed=2).requires_grad_() for shape in ((3, 4), (4,), (2,)))
+    heads = [lambda x: x @ weight + bias, lambda x: (2 * x) @ weight]
+    truth = truth_of(random(9, 4, seed=3), torch.tensor([0, 1, 2, 3, -1, 1, 2, 3, 0]))
+    rows = [torch.tensor([8, 0, 4, 3, 1]), torch.tensor([8, 0, 3, 3, 1, 2, 5])]
+    loss, compared = mean_losses(states, heads, [weight, bias, other], truth, rows, [1.0, 0.5], kind)
+    plain = [compare(head(x), truth[of], kind) for head, x, of in zip(heads, states, rows, strict=True)]
+    expected = plain[0].measured().loss + 0.5 * plain[1].measured().loss
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(compared, plain, strict=True):
+        torch.testing.assert_close([*ours], [value.detach() for value in theirs])
+    leaves = [*states, weight, bias]
+    both = [torch.autograd.grad(3 * total, leaves) for total in (loss, expected)]
+    torch.testing.assert_close(*both)
 
 
 def test_the_loss_whose_name_has_changed_is_named(caplog):

@@ -26,9 +26,9 @@ from spec_lab.drafters.block.write import write_block
 from spec_lab.drafters.draft_layers import random_network
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.train import objectives
 from spec_lab.train.chain import truth_after
-from spec_lab.train.objectives import ChainLoss, Chains, Measured, Truth, Weights, again, chain_loss, compare
+from spec_lab.train.objectives import ChainLoss, Chains, Measured, Truth, Weights, chain_loss, compare
+from spec_lab.train.pieces import again, joined, rows_at_once, summed
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 
@@ -223,13 +223,25 @@ class BlockObjective:
             nothing = outputs.sum() * 0 + sum(parameter.sum() * 0 for parameter in network.parameters())
             return nothing, [Measured(nothing.detach(), nothing.detach(), nothing.detach(), 0)] * levels
         truth = truth_after(text, self.target, self.dtype, final=h)
-        size = max(1, objectives.CHUNK // (levels * truth.p.shape[1]))
-        given = truth.p, truth.best, truth.token
-        pieces = [
-            again(self._compared, *piece, *given)
-            for piece in zip(outputs.split(size), above.split(size), number.to(device).split(size), strict=True)
-        ]
-        return self._total(ComparedLevels(*map(torch.cat, zip(*pieces, strict=True))), present)
+        size, number = max(1, rows_at_once(truth.p.shape[1], device) // levels), number.to(device)
+        if recipe.loss == "tau" or recipe.weights != "decay":
+            given = truth.p, truth.best, truth.token
+            pieces = zip(outputs.split(size), above.split(size), number.split(size), strict=True)
+            compared = joined([again(self._compared, *piece, *given) for piece in pieces])
+            return self._total(compared, present)
+        there = present.to(device)  # the weights of rows do not depend on the draft
+        decay = torch.tensor([recipe.decay**level for level in range(levels)], dtype=dtype, device=device)
+        learned = there & truth.learned(recipe.loss)[number]
+        of_loss, of_more = (mask * decay / mask.sum(0).clamp_min(1) for mask in (learned, there))
+
+        def run(_: int, *piece: Tensor) -> tuple[Tensor, ComparedLevels]:
+            *blocks, of_loss, of_more = piece
+            rows = self._compared(*blocks, truth.p, truth.best, truth.token)
+            return (rows.loss * of_loss.flatten() + rows.more * of_more.flatten()).sum(), rows
+
+        given = [above, number, of_loss, of_more]
+        loss, (compared,) = summed(run, [outputs], [given], list(network.parameters()), size)
+        return loss, self._total(compared, present)[1]
 
     def _compared(
         self, outputs: Tensor, above: Tensor, number: Tensor, p: Tensor, best: Tensor, token: Tensor

@@ -93,7 +93,7 @@ class DraftRecipe(LlamaRecipe):
             return out
 
         head = TargetHead.of(target)
-        objective = AlikeObjective(states, network.lm_head, head, target.lm.dtype, self.depth, self.loss)
+        objective = AlikeObjective(network, states, network.lm_head, head, target.lm.dtype, self.depth, self.loss)
         return Beginning(network, objective, {"layers": self.layers})
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:

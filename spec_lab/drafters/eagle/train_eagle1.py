@@ -23,7 +23,7 @@ from spec_lab.drafters.eagle.network import Eagle, EagleSettings
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled, truth_after
-from spec_lab.train.objectives import Loss, Measured, Truth, compare_states
+from spec_lab.train.objectives import Loss, Measured, Truth, mean_losses
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
@@ -121,8 +121,10 @@ class Eagle1Objective:
             _, measured = chain(text.rows(slice(0, 1)) if training else text)
         read = replace(text, hidden=text.hidden.to(dtype))
         noise = self._noise(text).to(dtype) if training and self.noise else None
-        features, first = eagle1_losses(self.network, read, truth, embedded, self.target.lm_head, noise, self.kind)
-        return features + DISTRIBUTION * first[0].loss, first + measured[1:]
+        features, loss, first = eagle1_losses(
+            self.network, read, truth, embedded, self.target.lm_head, noise, self.kind
+        )
+        return features + DISTRIBUTION * loss, [first, *measured[1:]]
 
     def _noise(self, text: Texts) -> Tensor:  # [B, T, H]
         """Uniform between -1/2 and 1/2, times ``NOISE`` over the length of each text."""
@@ -147,8 +149,8 @@ def eagle1_losses(
     lm_head: Callable[[Tensor], Tensor],
     noise: Tensor | None = None,
     kind: Loss = "kl",
-) -> tuple[Tensor, list[Measured]]:
-    """Return the loss of features, and what the first draft position achieves.
+) -> tuple[Tensor, Tensor, Measured]:
+    """Return the losses of features and of distributions, and what the first draft position achieves.
 
     Args:
         network: in training.
@@ -173,4 +175,6 @@ def eagle1_losses(
     predicted = predicted[row, column]
     distance = torch.nn.functional.smooth_l1_loss(predicted, text.hidden[row, column + 1], reduction="none").mean(-1)
     features = distance.sum() / max(1, len(row))
-    return features, [compare_states(predicted, lm_head, truth, rows, kind).measured()]
+    weights = list(network.parameters())
+    loss, (compared,) = mean_losses([predicted], [lm_head], weights, truth, [rows], [1.0], kind)
+    return features, loss, compared.measured()

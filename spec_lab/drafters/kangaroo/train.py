@@ -67,7 +67,7 @@ class KangarooRecipe(Recipe):
             out: Tensor = network(exits, torch.arange(exits.shape[1], device=exits.device)[None], Unrolls())
             return out
 
-        objective = AlikeObjective(states, head.lm_head, head, target.lm.dtype, self.depth, self.loss, h)
+        objective = AlikeObjective(network, states, head.lm_head, head, target.lm.dtype, self.depth, self.loss, h)
         return Beginning(network, objective, {"exit_layer": settings.exit_layer})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
