@@ -10,14 +10,15 @@ before its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from spec_lab.runners.attention import AttentionKind
 from spec_lab.train.attention import full_precision
 from spec_lab.train.objectives import (
     ChainLoss,
@@ -33,17 +34,19 @@ from spec_lab.train.objectives import (
 )
 from spec_lab.train.recipe import TargetHead
 from spec_lab.train.texts import Texts
-from spec_lab.train.unroll import Unrolls
+from spec_lab.train.unroll import Unrolls, columns_of
 
 
 class Drafts(Protocol):
     """The computation of a drafter in training."""
 
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
-        """Return what each draft position k computes at every column: ``[B, T - 1 - k, X]``.
+    def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return what each draft position k computes, ``[B, n, X]``, and in which columns.
+
+        These are ``[B, n]`` on the host, -1 for none; of the T - 1 - k columns at least those that are learned.
 
         Args:
-            ids: ``[B, T]`` the tokens.
+            text: the texts.
             hidden: ``[B, T, H]`` of the target after its final norm.
             embedded: ``[B, T, H]`` the target's embeddings of the tokens.
         """
@@ -94,13 +97,15 @@ class ChainObjective:
         with torch.no_grad():
             embedded = self.target.embed(text.ids).to(dtype) * self.scale
         learned_states, logits, rows, placed = [], [], [], []
-        for position, states in enumerate(self.drafts.states(text.ids, text.hidden.to(dtype), embedded)):
-            learned = counts[:, 1 + position :]  # the last column's next token is not in the text
-            row, column = learned.nonzero(as_tuple=True)
-            rows.append(number[:, 1 + position :][learned].to(device))
-            learned_states.append(states[row.to(device), column.to(device)])
+        for position, (states, columns) in enumerate(self.drafts.states(text, text.hidden.to(dtype), embedded)):
+            after = columns + 1 + position  # the last column's next token is not in the text
+            learned = (columns >= 0) & (after < counts.shape[1])
+            learned &= counts.gather(1, after.clamp(0, max(0, counts.shape[1] - 1)))
+            row, place = learned.nonzero(as_tuple=True)
+            rows.append(number[row, after[row, place]].to(device))
+            learned_states.append(states[row.to(device), place.to(device)])
             logits.append(partial(self.drafts.logits, position))
-            placed.append((row * counts.shape[1] + column).to(device))
+            placed.append((row * counts.shape[1] + columns[row, place]).to(device))
         decay = [self.decay**position for position in range(len(rows))]
         if self.kind != "tau" and self.weights == "decay":  # the weights of rows do not depend on the draft
             loss, compared = mean_losses(
@@ -157,6 +162,7 @@ class Unrolled:
         lm_head: what the network returns -> logits.
         unrolls: how many tokens are drafted.
         features: the target's states -> those that the first unroll reads.
+        kinds: of attention, by layer; layers left out are FULL.
     """
 
     network: Callable[[Tensor, Tensor, Any], Tensor]
@@ -164,17 +170,18 @@ class Unrolled:
     lm_head: Callable[[Tensor], Tensor]
     unrolls: int
     features: Callable[[Tensor], Tensor] = lambda hidden: hidden
+    kinds: Mapping[int, AttentionKind] = field(default_factory=dict)
 
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterator[Tensor]:
-        """Yield what each unroll returns, ``[B, T - 1 - k, X]``."""
-        cache, feature = Unrolls(), self.features(hidden[:, :-1])
-        for unroll in range(self.unrolls):
-            columns = max(0, hidden.shape[1] - 1 - unroll)
-            feature = feature[:, :columns]
-            if columns:
-                x = self.mix(embedded[:, 1 + unroll :], feature)
-                feature = self.network(x, torch.arange(unroll, unroll + columns, device=x.device)[None], cache)
-            yield feature
+    def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what each unroll returns, ``[B, n, X]``, and its columns."""
+        cache, feature = Unrolls(self.kinds), self.features(hidden[:, :-1])
+        for unroll, columns in enumerate(columns_of(text.counts(1), self.unrolls)):
+            (feature,) = cache.narrowed(columns, feature)
+            if columns.numel():
+                after = (columns.clamp_min(0) + unroll).to(feature.device)
+                tokens = embedded.gather(1, (after + 1)[..., None].expand(-1, -1, embedded.shape[-1]))
+                feature = self.network(self.mix(tokens, feature), after, cache)
+            yield feature, columns
 
     def logits(self, position: int, states: Tensor) -> Tensor:
         """``[n, X] -> [n, V]``."""

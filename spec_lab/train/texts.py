@@ -5,6 +5,7 @@ Letters: B texts, T tokens of the longest, k kinds of hidden states, H hidden si
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.tensors import read_tensors, save_tensors
+
+
+def generator_of(ids: Tensor, seed: int) -> torch.Generator:
+    """Return a generator of random numbers that a text with these tokens ``[T]`` has whenever it is seen."""
+    return torch.Generator().manual_seed(zlib.crc32(ids.cpu().numpy().tobytes(), seed))
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,9 @@ def outputs(network, batch, unrolls):
     """For each unroll what it feeds back ``[B, C, H]`` and its logits ``[B, C, W]``, as the objective computes them."""
     drafts = eagle3_objective(network, SERVICES, FLOAT, unrolls).drafts
     hidden = torch.cat([batch.hidden, torch.zeros(B, T, H)], -1)
-    return [(states, drafts.logits(0, states)) for states in drafts.states(batch.ids, hidden, EMBEDDING[batch.ids])]
+    whole = Texts(batch.ids, torch.zeros(B, dtype=torch.long), torch.full((B,), T))  # all columns are needed
+    every = drafts.states(whole, hidden, EMBEDDING[batch.ids])
+    return [(states, drafts.logits(0, states)) for states, _ in every]
 
 
 @pytest.mark.parametrize(

@@ -288,14 +288,13 @@ def test_pard_s_levels_are_those_of_plain_forwards_over_mask_tokens(target, tmp_
     plain.load_state_dict(started.module.state_dict())
     plain.set_attn_implementation("eager")
     drafts, unread = started.objective.drafts, torch.empty(0)
-    levels = list(drafts.states(text.ids, unread, unread))
-    torch.testing.assert_close(levels[0], plain.model(text.ids).last_hidden_state[:, 1:], rtol=0, atol=1e-5)
-    for level, states in enumerate(levels):
-        for column in range(states.shape[1]):
-            masks = torch.full((len(text), level), VOCABULARY)
-            read = torch.cat([text.ids[:, : column + 2], masks], -1)
-            last = plain.model(read).last_hidden_state[:, -1]
-            torch.testing.assert_close(states[:, column], last, rtol=0, atol=1e-5)
+    levels = list(drafts.states(text, unread, unread))
+    torch.testing.assert_close(levels[0][0], plain.model(text.ids).last_hidden_state, rtol=0, atol=1e-5)
+    for level, (states, columns) in enumerate(levels):
+        for row, place in (columns >= 0).nonzero().tolist():
+            read = [*text.ids[row, : columns[row, place] + 2].tolist(), *[VOCABULARY] * level]
+            last = plain.model(torch.tensor([read])).last_hidden_state[0, -1]
+            torch.testing.assert_close(states[row, place], last, rtol=0, atol=1e-5)
         assert drafts.logits(level, states).shape[-1] == VOCABULARY
 
 

@@ -5,7 +5,6 @@ Letters: B texts of T tokens, A blocks of b rows in each, h heads, d width of a 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from spec_lab.runners.attention import FULL, AttentionKind
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.attention import HIDDEN, merged_attention
-from spec_lab.train.texts import Texts
+from spec_lab.train.texts import Texts, generator_of
 
 
 def draw_anchors(text: Texts, count: int, seed: int) -> Tensor:
@@ -28,10 +27,9 @@ def draw_anchors(text: Texts, count: int, seed: int) -> Tensor:
     counts[:, 0] = False  # before which there are no features
     width = max(1, min(count, int(counts.sum(1).max())))
     drawn = torch.zeros(len(counts), width, dtype=torch.long, device=counts.device)
-    for ids, learned, row in zip(text.ids.cpu(), counts, drawn, strict=True):
-        generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), seed))
+    for ids, learned, row in zip(text.ids, counts, drawn, strict=True):
         places = learned.nonzero()[:, 0]
-        order = torch.randperm(len(places), generator=generator, device=places.device)
+        order = torch.randperm(len(places), generator=generator_of(ids, seed), device=places.device)
         chosen = places[order[:width]].sort().values
         row[: len(chosen)] = chosen
     return drawn

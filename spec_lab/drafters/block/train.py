@@ -235,12 +235,12 @@ class BlockObjective:
         of_loss, of_more = (mask * decay / mask.sum(0).clamp_min(1) for mask in (learned, there))
 
         def run(_: int, *piece: Tensor) -> tuple[Tensor, ComparedLevels]:
-            *blocks, of_loss, of_more = piece
-            rows = self._compared(*blocks, truth.p, truth.best, truth.token)
+            blocks, above, number, of_loss, of_more = piece
+            rows = self._compared(blocks, above, number, truth.p, truth.best, truth.token)
             return (rows.loss * of_loss.flatten() + rows.more * of_more.flatten()).sum(), rows
 
-        given = [above, number, of_loss, of_more]
-        loss, (compared,) = summed(run, [outputs], [given], list(network.parameters()), size)
+        of_blocks = [above, number, of_loss, of_more]
+        loss, (compared,) = summed(run, [outputs], [of_blocks], list(network.parameters()), size)
         return loss, self._total(compared, present)[1]
 
     def _compared(

@@ -157,7 +157,7 @@ def eagle3_objective(
 
     drafts = Unrolled(
         run, lambda embedded, feature: torch.cat([embedded, feature], -1), lm_head, unrolls,
-        lambda hidden: network.features(hidden[..., :-final]),
+        lambda hidden: network.features(hidden[..., :-final]), network.kinds,
     )  # fmt: skip
     return ChainObjective(network, drafts, target, dtype, decay, kind, ids=network.ids, final=final, weights=weights)
 

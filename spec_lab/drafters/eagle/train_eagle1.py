@@ -5,7 +5,6 @@ Source: EAGLE-1 (2401.15077, section 4: regression of features plus 0.1 of the c
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled, truth_after
 from spec_lab.train.objectives import Loss, Measured, Truth, mean_losses
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
-from spec_lab.train.texts import Texts
+from spec_lab.train.texts import Texts, generator_of
 from spec_lab.train.unroll import Unrolls
 
 NOISE = 0.2 * 512
@@ -130,9 +129,8 @@ class Eagle1Objective:
         """Uniform between -1/2 and 1/2, times ``NOISE`` over the length of each text."""
         assert text.hidden is not None
         noise = torch.empty(text.hidden.shape, device="cpu")  # the same on every device
-        for row, ids in zip(noise, text.ids.cpu(), strict=True):
-            generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed))
-            row.uniform_(-0.5, 0.5, generator=generator)
+        for row, ids in zip(noise, text.ids, strict=True):
+            row.uniform_(-0.5, 0.5, generator=generator_of(ids, self.seed))
         return noise.to(text.ids.device) * (self.noise * NOISE / text.length.to(text.ids.device)[:, None, None])
 
 

@@ -20,6 +20,7 @@ from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
+from spec_lab.train.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,15 @@ class HydraDrafts:
     network: HydraHeads
     target: TargetHead
 
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
-        """``[B, T - 1 - k, (k + 2)H]``."""
+    def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """``[B, T - 1 - k, (k + 2)H]``, and all columns."""
         if self.network.prefix is not None:
             hidden = self.network.prefix(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None], None)
         for head in range(len(self.network)):
             columns = max(0, hidden.shape[1] - 1 - head)
             after = [embedded[:, 1 + column : 1 + column + columns] for column in range(head + 1)]
-            yield torch.cat([hidden[:, :columns], *after], -1)
+            places = torch.arange(columns, device=text.first.device).expand(len(hidden), -1)
+            yield torch.cat([hidden[:, :columns], *after], -1), places
 
     def logits(self, position: int, states: Tensor) -> Tensor:
         """``[n, (k + 2)H] -> [n, V]``."""

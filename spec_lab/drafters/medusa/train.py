@@ -146,13 +146,14 @@ class MedusaNetwork(nn.Module):
                 lm_head.weight.data.copy_(rows)
                 self.lm_heads.append(lm_head)
 
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
-        """The state, or the trunk's output, for each head: ``[B, T - 1 - k, H]``."""
+    def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The state, or the trunk's output, for each head: ``[B, T - 1, H]``, and all columns."""
         x = hidden[:, :-1]
         if self.trunk_in is not None and self.trunk_out is not None:
             x = x + self.trunk_out(silu(self.trunk_in(torch.cat([x, embedded[:, 1:]], -1))))
-        for head in range(len(self.heads)):
-            yield x[:, : max(0, x.shape[1] - head)]
+        columns = torch.arange(x.shape[1], device=text.first.device).expand(len(x), -1)
+        for _ in range(len(self.heads)):
+            yield x, columns
 
     def logits(self, position: int, states: Tensor) -> Tensor:
         """``[n, H] -> [n, V]``."""

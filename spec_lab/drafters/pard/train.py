@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from spec_lab.core.cache_argument import cache_argument
@@ -24,7 +23,8 @@ from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, TargetHead
-from spec_lab.train.unroll import Unrolls
+from spec_lab.train.texts import Texts
+from spec_lab.train.unroll import Unrolls, columns_of
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,20 @@ class PardDrafts:
     mask: int
     depth: int
 
-    def states(self, ids: Tensor, hidden: Tensor, embedded: Tensor) -> Iterator[Tensor]:
-        """``[B, T - 1 - k, H]``: the pending token of ``chain``'s column j is t_{j+1}, so the first column is left."""
-        cache = Unrolls()
-        for level in range(self.depth):
-            columns = max(0, ids.shape[1] - level)
-            tokens = ids if level == 0 else torch.full_like(ids[:, :columns], self.mask)
-            positions = torch.arange(level, level + columns, device=ids.device)[None]
+    def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """``[B, n, H]``, and the columns: the pending token of ``chain``'s column j is t_{j+1}, so t_0 has none."""
+        cache, ids = Unrolls(), text.ids
+        for level, columns in enumerate(columns_of(text.counts(0), self.depth)):
+            cache.narrowed(columns)
+            if not columns.numel():
+                yield hidden.new_zeros(len(ids), 0, self.network.config.hidden_size), columns
+                continue
+            tokens = ids if level == 0 else ids.new_full(columns.shape, self.mask)
             states = self.network.model(
-                input_ids=tokens, position_ids=positions, use_cache=False, **{cache_argument(self.network.model): cache}
-            ).last_hidden_state
-            yield states[:, 1:]
+                input_ids=tokens, position_ids=(columns.clamp_min(0) + level).to(ids.device), use_cache=False,
+                **{cache_argument(self.network.model): cache},
+            ).last_hidden_state  # fmt: skip
+            yield states, (columns - 1).clamp_min(-1)
 
     def logits(self, position: int, states: Tensor) -> Tensor:
         """``[n, H] -> [n, V]``: of the target's tokens, since the mask token is never drafted."""
