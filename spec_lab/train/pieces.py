@@ -25,7 +25,7 @@ def rows_at_once(width: int, device: torch.device) -> int:
 
 
 R = TypeVar("R", bound=tuple[Tensor, ...])
-"""What is known of rows: a named tuple of tensors ``[n, ..]``."""
+"""Results about rows: a named tuple of tensors ``[n, ..]``."""
 
 
 def again(run: Callable[..., R], *arguments: Tensor) -> R:
