@@ -21,11 +21,11 @@ from spec_lab.models import ranks
 DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
 """Tasks that decode with every proposer and the one verifier."""
 
-GGUF = "spec_lab.models.gguf.load"
+GGUF, SMOLLM2 = "spec_lab.models.gguf.load", "spec_lab.models.smollm2.load"
 REQUIRE_TRANSFORMERS = {
     "task": ("spec_lab.tasks.train.",
-             "drafters learn from the hidden states of a model of transformers; leave target=gguf out"),
-    "sampling": ("spec_lab.models.generation.", "a GGUF file holds no generation_config.json; set sampling=greedy, or "
+             "drafters learn from the hidden states of a model of transformers"),
+    "sampling": ("spec_lab.models.generation.", "a GGUF file holds no generation_config.json: set sampling=greedy, or "
                  "sampling.temperature and others"),
     "peers": ("spec_lab.tasks.peers.", "transformers' own generation computes a model of transformers; "
               "+experiment=llama_cpp_peers measures llama.cpp's"),
@@ -114,18 +114,20 @@ def check_gguf(config: DictConfig) -> None:
     Raises:
         Refused: names the part, and what to set instead.
     """
-    if OmegaConf.select(config, "target._target_") != GGUF:
+    target = config.get("target") or {}
+    ours = target.get("_target_") == SMOLLM2
+    if target.get("_target_") != GGUF and not (ours and target.get("engine", "llama.cpp") == "llama.cpp"):
         return
+    name, instead = "gguf", "target=zoo with target.path=FILE.gguf, whose weights transformers computes dequantised"
+    if ours:
+        name, instead = "smollm2", "target.engine=transformers"
     every = {part: config.get(part) for part in ("task", "sampling")}
     peers = config.get("peers")
     every |= {f"peers.{name}": peer for name, peer in peers.items()} if OmegaConf.is_dict(peers) else {}
     for part, named in every.items():
         begins, why = REQUIRE_TRANSFORMERS[part.partition(".")[0]]
         if OmegaConf.is_dict(named) and str(named.get("_target_", "")).startswith(begins):
-            raise Refused(
-                f"spec_lab: {part} ({named._target_}) does not support target=gguf: {why}, or set target=zoo with "
-                "the folder or hub name of a checkpoint of transformers as target.path"
-            )
+            raise Refused(f"spec_lab: {part} ({named._target_}) does not support target={name}: {why}; set {instead}")
 
 
 def check_drawing(config: DictConfig, verifier: Any) -> None:

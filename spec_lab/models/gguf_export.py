@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from spec_lab.core.files import replacing
 from spec_lab.core.options import brief, one_of
 from spec_lab.core.progress import Progress
 from spec_lab.models import checkpoint
+from spec_lab.models.gguf_checkpoint import PARTS, permuted, rope_factors
 from spec_lab.models.gguf_file import SOURCE, gguf_package
 from spec_lab.models.gguf_tokenizer import write_tokenizer
 from spec_lab.models.loading import describe, read_texts
@@ -36,15 +36,6 @@ FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 
 OWN_DTYPES = {"F64": "f32", "F32": "f32", "F16": "f16", "BF16": "bf16"}
 """The data type of the file, by that of the checkpoint's embedding in safetensors."""
-
-PARTS = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-"""llama.cpp's name of each module of transformers; of those in layers without the layer's prefix."""
 
 
 class Written(NamedTuple):
@@ -264,16 +255,6 @@ def _numbers(path: str, planned: list[_Planned], tensors: Mapping[str, Any]) -> 
         yield data
 
 
-def permuted(rows: Tensor, heads: int) -> Tensor:
-    """Return rows of q or k in llama.cpp's order: ``[heads * D, ..]`` -> the same shape.
-
-    transformers rotates elements i and i + D/2 of a head together; llama.cpp's architecture ``llama`` rotates 2i and
-    2i + 1 together, as the original weights of Llama do.
-    """
-    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return split.transpose(1, 2).reshape(rows.shape).contiguous()
-
-
 def _write_model(writer: Any, config: Any, vocabulary: int) -> None:
     """Write the hyperparameters."""
     gguf, width = gguf_package(), _head_dim(config)
@@ -298,20 +279,6 @@ def _write_model(writer: Any, config: Any, vocabulary: int) -> None:
 
 
 def _rope_factors(config: Any) -> np.ndarray | None:
-    """Return by what Llama 3.1's RoPE divides each frequency, float32 ``[D / 2]``; None for other kinds of RoPE.
-
-    As transformers computes it (``_compute_llama3_parameters``): wavelengths below ``original / high`` stay, those
-    above ``original / low`` are multiplied by ``factor``, and between them the frequency is interpolated.
-    """
+    """Return ``rope_factors`` of a config with Llama 3.1's RoPE; None for other kinds of RoPE."""
     rope = config.rope_parameters
-    if rope["rope_type"] != "llama3":
-        return None
-    width = _head_dim(config)
-    length, low, high = (
-        float(rope[name]) for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
-    wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (np.arange(0, width, 2) / width)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.clip((length / wavelength - low) / (high - low), 0, 1) if high > low else wavelength < length / high
-    factors: np.ndarray = 1 / ((1 - share) / float(rope["factor"]) + share)
-    return factors.astype(np.float32)
+    return rope_factors(rope, _head_dim(config)) if rope["rope_type"] == "llama3" else None

@@ -28,6 +28,7 @@ from spec_lab.core.files import read_json
 from spec_lab.core.options import WrongOption, brief
 from spec_lab.models import checkpoint
 from spec_lab.models.checkpoint import INDEX, SINGLE
+from spec_lab.models.gguf_checkpoint import dequantised
 
 LOG = logging.getLogger(__name__)
 
@@ -197,13 +198,18 @@ def _refusal(path: str, name: str, revision: str | None, error: Exception) -> OS
 
 
 def open_checkpoint(path: str, revision: str | None = None) -> CheckpointFiles:
-    """Open a checkpoint and check its files, after downloading every one but the weights.
+    """Open a checkpoint and check its files, after downloading every one but the weights, or dequantising a GGUF file.
 
     Raises:
         OSError, WrongOption: as for ``CheckpointFiles.open``.
-        ValueError: as for ``checkpoint.check_files``.
+        ValueError: as for ``checkpoint.check_files``, and for ``dequantised``.
     """
-    files = CheckpointFiles.open(path, revision)
+    if Path(path).suffix == ".gguf" and Path(path).is_file():
+        if revision is not None:
+            raise WrongOption(f"revision is of a hub name, but {path} is a file: set revision=null")
+        files = CheckpointFiles(path, dequantised(Path(path)))
+    else:
+        files = CheckpointFiles.open(path, revision)
     if files.commit is not None:
         for name in ("generation_config.json", "adapter_config.json", *checkpoint.TOKENIZER_FILES):
             files.fetch(name)

@@ -17,6 +17,7 @@ from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
+from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
@@ -68,10 +69,11 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The self-check's result, and how the model is quantized."""
+        """The self-check's result, how the model is quantized, and what its weights were converted from."""
+        source = {"source_sha256": self.source_sha256} if self.source_sha256 else {}
         return {
             "self_check": self.self_check, "tolerance": self.tolerance,
-            "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization,
+            "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization, **source,
         }  # fmt: skip
 
     @cached_property
@@ -150,13 +152,14 @@ class Target:
         kv_dtype: str | None = None,
         cache: ProcessCache | None = None,
     ) -> Target:
-        """Load a target from a local folder or by hub name; safetensors only, no remote code.
+        """Load a target from a local folder, by hub name or from a GGUF file; no pickles, no remote code.
 
         A checkpoint is untrusted input: ``spec_lab.models.checkpoint`` says which of its files are read, and within
         which bounds.
 
         Args:
-            path: a folder of a transformers checkpoint, or a hub name.
+            path: a folder of a transformers checkpoint, a hub name or a GGUF file. A GGUF file is dequantised once,
+                into the user's cache (``gguf_checkpoint``).
             revision: branch, tag or commit of a hub name; None: main.
             device: cpu, cuda, cuda:N; None: cpu, unless device_map or tensor_parallel is set.
             dtype: bfloat16, float16, float32, float64.
@@ -219,7 +222,7 @@ class Target:
             check = _pack_checked(model, attention, sha256, cache, graphs, stored)
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
-            lm, tokenizer, path, limit, sha256, check.error, cache, folder=folder,
+            lm, tokenizer, path, limit, sha256, check.error, cache, source_sha256=source_sha256(folder), folder=folder,
             tolerance=check.allowed, checked_in_float32=check.in_float32,
         )  # fmt: skip
 

@@ -15,12 +15,13 @@ import torch
 from spec_lab.core.faults import attributed
 from spec_lab.core.options import Count, Filled, Temperature, check_fields
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.user_cache import default_folder
 from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
 from spec_lab.propose.calibrate import conditions, visits
-from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.step_costs import StepCosts, measure
 from spec_lab.propose.stop_rules import Confidence
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,24 +33,6 @@ LARGEST = 1_000_000
 
 NOTICE, PATIENCE = 10.0, 600.0
 """Seconds of waiting for another process that measures: until it is reported, and until this one measures anyway."""
-
-
-def default_folder(environment: Mapping[str, str] | None = None) -> Path | None:
-    """``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else ``~/.cache/spec_lab``; None without a home.
-
-    Args:
-        environment: variables by name; None: those of this process.
-    """
-    environment = os.environ if environment is None else environment
-    if given := environment.get("SPEC_LAB_CACHE"):
-        return Path(given).absolute()
-    given = environment.get("XDG_CACHE_HOME", "")
-    if Path(given).is_absolute():  # the XDG specification ignores relative paths
-        return Path(given, "spec_lab")
-    try:
-        return Path.home() / ".cache" / "spec_lab"
-    except RuntimeError:
-        return None
 
 
 def now() -> datetime:

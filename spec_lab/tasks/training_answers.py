@@ -11,10 +11,10 @@ from typing import Any
 
 from spec_lab.core.options import WrongOption
 from spec_lab.core.request import Request
+from spec_lab.core.user_cache import default_folder
 from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import gguf
 from spec_lab.models.target import Target
-from spec_lab.propose.cost_cache import default_folder
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.answers import AnsweredText, read_answers
 from spec_lab.text.chat_template import ChatTemplate

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from spec_lab.cli.commands import command
 from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.gguf_export import PARTS, convert, permuted
+from spec_lab.models.gguf_checkpoint import PARTS, permuted
+from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.support import Unsupported
 from tests.checkpoints import checkpoint

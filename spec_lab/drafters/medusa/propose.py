@@ -24,6 +24,7 @@ from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, forest
 from spec_lab.core.shape import tree as shape_of
 from spec_lab.core.upload import upload
+from spec_lab.core.user_cache import default_folder
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.draft_layers import drafted_facts
@@ -35,7 +36,7 @@ from spec_lab.models.hub import drafter_folder
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
-from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.trees import Choices, TreeDepth, TreeNodes, TreeText, depth_of, grow, parse, width_of, write
 from spec_lab.runners.runner import DraftRunner
 

@@ -15,10 +15,10 @@ from spec_lab.core.options import Filled, Number, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
+from spec_lab.core.user_cache import default_folder
 from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.propose import Null
-from spec_lab.propose.cost_cache import default_folder
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, follows_tree, predicted
 from spec_lab.tasks.check_drafter.kept_texts import KeptTexts
