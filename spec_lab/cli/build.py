@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from spec_lab.cli.bundled import conf
 from spec_lab.cli.declarations import qualified
 from spec_lab.cli.refusals import Refused, fault, reason
 from spec_lab.core.faults import causes
@@ -224,6 +226,51 @@ def rebuilt(config: DictConfig, target: Any, options: Mapping[str, Any]) -> Any:
         return build(other, "proposer", target=target)
     except Refused as error:
         raise ValueError(str(error).removeprefix("spec_lab: ")) from error
+
+
+def build_mode(config: DictConfig, target: Any, mode: Any) -> Any:
+    """Build the proposer of a mode, under its policy.
+
+    Args:
+        config: of the run; options that refer to others are resolved in it.
+        target: the model.
+        mode: a ``tasks.recommend.modes.SpeculativeMode``.
+
+    Raises:
+        ValueError: it cannot be built, for this target or at all; says why.
+    """
+    other = deepcopy(config)
+    options = dict(mode.options)
+    chosen = {slot: dict(part) for slot, part in options.pop("parts", {}).items()}
+    with open_dict(other):
+        other.proposer = _option("proposer", mode.proposer, options)
+        other.policy = _option("policy", mode.policy, mode.policy_options)
+        if chosen:
+            other.proposer.parts = {
+                slot: _option("proposer", part.pop("proposer"), part) for slot, part in chosen.items()
+            }
+    try:
+        for part in ("proposer", "policy"):
+            for key in sorted(OmegaConf.missing_keys(other[part])):
+                raise ValueError(f"{part}.{key} has no default: name it with the drafter")
+        return under_policy(other, "policy", build(other, "proposer", target=target), target=target)
+    except (Refused, WrongOption) as error:
+        raise ValueError(str(error).removeprefix("spec_lab: ")) from error
+
+
+def _option(group: str, name: str, options: Mapping[str, Any]) -> DictConfig:
+    """Return the config of a file of ``conf/`` with other values of its options.
+
+    Raises:
+        ValueError: there is no such file, or no such option.
+    """
+    file = Path(conf(), group, f"{name}.yaml")
+    if not file.is_file():
+        names = ", ".join(sorted(each.stem for each in file.parent.glob("*.yaml")))
+        raise ValueError(f"{name} is not an option of conf/{group}; the options are {names}")
+    read: Any = OmegaConf.load(file)
+    read.pop("defaults", None)
+    return OmegaConf.merge(read, dict(options))  # type: ignore[return-value]
 
 
 def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:

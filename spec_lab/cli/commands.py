@@ -1,7 +1,7 @@
 """Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
 ``track`` read runs; ``convert`` weights; ``index`` text; ``explain`` explains options.
 
-``spec-lab train NAME`` and ``spec-lab check-drafter`` are short for runs (``SHORT``).
+``spec-lab train NAME``, ``check-drafter`` and ``recommend`` are short for runs (``SHORT``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def complete(line: str) -> tuple[list[str], bool]:
     return [f"{above}{name}/" for name in folders if name[0] != "." or begins], False
 
 
-TRAIN, PREFIX, CHECK = "train", "train_", "check-drafter"
+TRAIN, PREFIX, CHECK, RECOMMEND = "train", "train_", "check-drafter", "recommend"
+
+OF_TASK = ("minutes", "drafters", "hardware", "model", "batches")
+"""Options of ``task=recommend`` that ``recommend`` takes without ``task.``."""
 
 
 def trainings() -> list[str]:
@@ -95,7 +98,22 @@ def drafter_check(arguments: Sequence[str]) -> list[str]:
     return ["task=check_drafter", *expected, *overrides]
 
 
-SHORT: Mapping[str, Callable[[Sequence[str]], list[str]]] = {TRAIN: experiment, CHECK: drafter_check}
+def recommendation(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that ``recommend OVERRIDES...`` is short for.
+
+    Raises:
+        SystemExit: ``--help`` is printed.
+    """
+    given, overrides = parser()[1][RECOMMEND].parse_known_args(arguments[1:])
+    flags = {"hardware": given.hardware, "model": given.model, "batches": given.batch and f"[{given.batch}]"}
+    overrides = [f"task.{text}" if text.partition("=")[0] in OF_TASK else text for text in overrides]
+    projected = [f"task.{name}={value}" for name, value in flags.items() if value]
+    return ["task=recommend", "proposer=none", "name=recommend", *projected, *overrides]
+
+
+SHORT: Mapping[str, Callable[[Sequence[str]], list[str]]] = {
+    TRAIN: experiment, CHECK: drafter_check, RECOMMEND: recommendation,
+}  # fmt: skip
 """Commands that are short for a run: each returns the arguments of the run."""
 
 
@@ -195,6 +213,16 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
         "task=check_drafter OVERRIDE..., such as target.path=DIR proposer=eagle proposer.path=DIR.",
     )
     check.add_argument("--expect", type=float, metavar="TAU", help="published tokens of a step to compare with")
+    best = which.add_parser(
+        RECOMMEND,
+        usage=f"spec-lab {RECOMMEND} [--hardware NAME --model NAME --batch SIZES] [OVERRIDE ...]",
+        description="Recommend a speculative mode, or none, for a target, prompts and this machine: short for python "
+        "-m spec_lab task=recommend proposer=none OVERRIDE..., such as target.path=DIR prompts=chat prompts.path=FILE "
+        "minutes=10 drafters=[eagle:DIR].",
+    )
+    best.add_argument("--hardware", metavar="NAME", help="device that measured modes are projected to (h100-sxm)")
+    best.add_argument("--model", metavar="NAME", help="the target's size there: a name, or the folder of a checkpoint")
+    best.add_argument("--batch", metavar="SIZES", help="batch sizes of the projection, with commas (1,8,32)")
     return top, which.choices
 
 

@@ -231,7 +231,7 @@ def command_line() -> None:
         if not hydras_too:
             return
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
-    if sys.argv[1:2] and sys.argv[1] in ("train", "check-drafter"):
+    if sys.argv[1:2] and sys.argv[1] in ("train", "check-drafter", "recommend"):
         from spec_lab.cli.commands import SHORT
 
         sys.argv[1:] = SHORT[sys.argv[1]](sys.argv[1:])

@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import apply_constraint, build, build_each, rebuilt, task, under_policy
+from spec_lab.cli.build import apply_constraint, build, build_each, build_mode, rebuilt, task, under_policy
 from spec_lab.cli.config_checks import check_drawing, check_gguf, check_options, check_torchrun
 from spec_lab.cli.declarations import qualified
-from spec_lab.cli.redaction import written
+from spec_lab.cli.redaction import overrides_of, written
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.cli.status import Status
 from spec_lab.core.options import WrongOption
@@ -96,7 +97,8 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     shown, identity = written(config), digest(resolved)
     given = None if overrides is None else run_names.identifying(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
-    settings = Settings(output_dir=out, overrides=given, config_sha256=identity, **scalars)
+    typed = overrides_of(HydraConfig.get()) if HydraConfig.initialized() else ()
+    settings = Settings(output_dir=out, overrides=given, given=typed, config_sha256=identity, **scalars)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
@@ -122,7 +124,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     applied, pieces = apply_constraint(config, settings, target)
     lab = Lab(
         target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces,
-        partial(rebuilt, begun, target),
+        partial(rebuilt, begun, target), partial(build_mode, begun, target),
     )  # fmt: skip
     return work, lab, settings, shown
 

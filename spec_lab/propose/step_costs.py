@@ -95,6 +95,7 @@ def measure(
     seconds: float = 3.0,
     threads: int = 1,
     usage: Callable[[], Usage] = Usage.now,
+    longest: float = LONGEST,
 ) -> StepCosts:
     """Time steps of every size, interleaved, until the result is steady.
 
@@ -115,14 +116,15 @@ def measure(
         seconds: of timing in each block at least.
         threads: cores that the process needs.
         usage: of the machine's processors, up to now.
+        longest: as ``LONGEST``.
     """
-    sizes, spent = _warmed_up(visit, tokens)
+    sizes, spent = _warmed_up(visit, tokens, longest)
     passes: list[dict[int, list[float]]] = []
     start = usage()
     for block in range(1, BLOCKS + 1):
         least = len(passes) + PASSES
         while (
-            len(passes) < 2 or len(passes) % 2 or (spent < LONGEST and (spent < seconds * block or len(passes) < least))
+            len(passes) < 2 or len(passes) % 2 or (spent < longest and (spent < seconds * block or len(passes) < least))
         ):
             log.info("Measuring the seconds of a step: pass %d of %d sizes, %.0f s", len(passes) + 1, len(sizes), spent)
             order = sizes if len(passes) % 2 == 0 else sizes[::-1]
@@ -132,14 +134,16 @@ def measure(
         end = usage()
         load = other_load(start, end)
         costs = _summary(sizes, passes, threads, None if load is None else max(load, 0.0))
-        if costs.steady or spent >= LONGEST:
+        if costs.steady or spent >= longest:
             break
         start = end
     return costs
 
 
-def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, float]) -> tuple[list[int], float]:
-    """Warm up, for ``LONGEST`` seconds at most.
+def _warmed_up(
+    visit: Callable[[int], Sequence[float]], tokens: Mapping[int, float], longest: float
+) -> tuple[list[int], float]:
+    """Warm up, for ``longest`` seconds at most.
 
     Returns:
         The sizes to time, by the rates of their fastest steps, and the seconds that the warm-up took.
@@ -149,7 +153,7 @@ def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, flo
     for warm_up in range(1, WARM_UP + 1):
         log.info("Measuring the seconds of a step: warm-up %d of %d, %.0f s", warm_up, WARM_UP, spent)
         for number, size in enumerate(tokens):
-            if spent >= LONGEST and (number > 1 or size in best):
+            if spent >= longest and (number > 1 or size in best):
                 break
             took = visit(size)
             spent += sum(took) * VISIT / (VISIT - 1)

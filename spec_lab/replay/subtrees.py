@@ -62,7 +62,7 @@ class Subtree:
 
     def __str__(self) -> str:
         limits = [f"{name}={value}" for name, value in self.limits.items() if value != UNLIMITED]
-        tree = [] if self.choices is None else [_short(self.choices)]
+        tree = [] if self.choices is None else [short(self.choices)]
         return ",".join([*tree, *limits]) or "all"
 
     @property
@@ -131,8 +131,8 @@ def check_not_cut(trees: RecordedTrees, subtree: Subtree) -> None:
         )
 
 
-def _short(choices: Choices) -> str:
-    """A static tree as widths where it has one for each level, else as paths."""
+def short(choices: Choices) -> str:
+    """Return a static tree as widths where it has one for each level, else as paths."""
     counts = []
     for level in range(1, depth_of(choices) + 1):
         counts.append(max(path[-1] + 1 for path in choices if len(path) == level))

@@ -115,6 +115,8 @@ class Lab:
         pieces: the bytes of each token; needed for stop strings.
         rebuild: builds the proposer again, without a policy, with other values of its options; None where it was not
             built from options. It raises ValueError for a value that it cannot have.
+        modes: builds the proposer of a mode, which the task chooses; None outside of the command line. It raises
+            ValueError for one that cannot run.
     """
 
     target: Target
@@ -129,6 +131,7 @@ class Lab:
     applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
     rebuild: Callable[[Mapping[str, Any]], Proposer] | None = None
+    modes: Callable[[Any], Proposer] | None = None
 
     def arms(self, settings: Settings) -> dict[str, GroupDecoder]:
         """Every arm by name.

@@ -48,6 +48,7 @@ class Settings:
         verbose: -v: print every column of the tables; terminals of 130 columns and more show them anyway.
         overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a
             sweep prints no table and draws no figures.
+        given: options of the command line, secrets left out, for a command that repeats them.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
             the names of environment variables, not with their values.
     """
@@ -71,6 +72,7 @@ class Settings:
     record_share: Annotated[float, Number(0, 1, above=True)] = 1.0
     verbose: bool = False
     overrides: Sequence[str] | None = None
+    given: Sequence[str] = ()
     config_sha256: str = ""
 
     def __post_init__(self) -> None:
@@ -120,6 +122,5 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        return [
-            field.name for field in fields(Settings) if field.name not in ("output_dir", "overrides", "config_sha256")
-        ]
+        others = ("output_dir", "overrides", "given", "config_sha256")
+        return [field.name for field in fields(Settings) if field.name not in others]

@@ -94,12 +94,13 @@ def speedup(requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefil
     return speedup_of_totals(group_totals(requests, arm, prefill), group_totals(requests, baseline, prefill))
 
 
-def speedup_of_totals(totals: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
-    """Return the speed-up with its 95 % interval, from the tokens and seconds of each paired unit.
+def speedup_of_totals(totals: pd.DataFrame, baseline: pd.DataFrame, level: float = 0.95) -> Interval:
+    """Return the speed-up with its interval, from the tokens and seconds of each paired unit.
 
     Args:
         totals: ``tokens`` and ``seconds`` of the arm, indexed by unit; ``baseline``: the baseline's. Units that only
             one arm has, or in which one of the four is 0, are left out.
+        level: the interval's nominal coverage.
     """
     sums = pd.concat([totals, baseline], axis=1, join="inner").to_numpy(dtype=float)  # [units, 4]
     sums = sums[(sums > 0).all(axis=1)]
@@ -108,7 +109,7 @@ def speedup_of_totals(totals: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
         tokens, seconds, baseline_tokens, baseline_seconds = sums.T
         return tokens / seconds * baseline_seconds / baseline_tokens
 
-    return jackknife(sums, ratio_of_speeds, relative=True)
+    return jackknife(sums, ratio_of_speeds, level, relative=True)
 
 
 def walltime_speedup_paired(

@@ -23,6 +23,7 @@ from spec_lab.analysis.results import (
     cost,
     distance,
     drafter_check,
+    recommendation,
     run,
     serving,
     training,
@@ -44,6 +45,7 @@ RESULTS: Mapping[str, Callable[[Path], Result]] = {
     "spec_lab.tasks.constraint_distance.task.measure": distance.result,
     "spec_lab.tasks.serve.serve": serving.result,
     "spec_lab.tasks.check_drafter.check": drafter_check.result,
+    "spec_lab.tasks.recommend.recommend": recommendation.result,
 }
 """The result of each task (``_target_`` of its option ``task``); any other task's must have the rows of a run."""
 

@@ -1,0 +1,285 @@
+"""The stages of a recommendation: costs of steps, recordings, judgements and paired runs, within a time limit.
+
+Every decoded group is on disk before the next begins, and ``progress.json`` keeps the seconds that were spent, the
+costs and the refusals, so that the same command resumes. What is tried next follows from these files alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Interval
+from spec_lab.core.files import read_json, write_json
+from spec_lab.core.progress import Progress
+from spec_lab.policy.costs import DraftCosts
+from spec_lab.propose import Null, Proposer
+from spec_lab.replay.recorded_trees import of_rows
+from spec_lab.results.writer import Recorder, load, load_replay
+from spec_lab.tasks.groups import BASELINE, decode_group
+from spec_lab.tasks.lab import Lab, Loop, Settings, Turn
+from spec_lab.tasks.recommend.confirm import LOOKS, Confirmed, confirm, paired_speedup
+from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
+from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
+from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
+from spec_lab.verify import Match
+
+FILE = "progress.json"
+
+COSTS, RECORDINGS = 0.2, 0.5
+"""Shares of the time until which steps are timed and families are recorded; the rest confirms."""
+
+MAX_RECORDED = 12
+"""Groups of prompts that each family is recorded on at most."""
+
+ROUNDS = 1 + LOOKS[-1] // MIN_CLUSTERS
+"""Times that a prompt is decoded at most: once to be recorded, and as often as the fewest groups make the last look."""
+
+MAX_CONFIRMED = 5
+"""Modes that are measured at most."""
+
+FEWEST_TOKENS = 16
+"""Tokens to which outputs are shortened at most, on a slow target."""
+
+SLOWER = 1.5
+"""Factor of what is not known yet: a group over its steps without a draft, a mode over the baseline."""
+
+POLICY_SECONDS = 180.0
+"""Seconds that must be left for a policy to be measured, which times the drafts of its proposer when it is loaded."""
+
+BATCHES = (1, 4, 8)
+"""Batch sizes at which modes are judged, beside the run's own, as far as the time allows."""
+
+
+@dataclass
+class Stages:
+    """One recommendation.
+
+    Args:
+        lab: the parts, without a proposer.
+        settings: the scalars.
+        families: what is recorded.
+        build: builds the proposer of a mode.
+        groups: numbers of the prompts of each full group, in the order of recording.
+        recorder: writes rows.
+        limit: of the time.
+        names: under which arms are shown.
+        bar: shows the seconds.
+    """
+
+    lab: Lab
+    settings: Settings
+    families: Sequence[ModeFamily]
+    build: Callable[[SpeculativeMode], Proposer]
+    groups: Sequence[Sequence[int]]
+    recorder: Recorder
+    limit: TimeLimit
+    names: Mapping[str, str]
+    bar: Progress
+    refused: dict[str, str] = field(default_factory=dict)
+    costs: dict[int, dict[int, float]] = field(default_factory=dict)
+    spread: dict[int, float] = field(default_factory=dict)
+    tokens: int = 0
+    too_slow: str = ""
+    took: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        there = read_json(self.settings.output_dir / FILE) or {}
+        self.limit.before = float(there.get("seconds", 0.0))
+        self.refused |= there.get("refused", {})
+        self.facts |= there.get("facts", {})
+        self.costs = {int(b): {int(n): s for n, s in of.items()} for b, of in there.get("costs", {}).items()}
+        self.spread = {int(batch): value for batch, value in there.get("spread", {}).items()}
+        self.tokens = int(there.get("max_new_tokens", 0))
+        self.recorded, self.policies = bool(there.get("recorded")), bool(there.get("policies"))
+        self.count = int(there.get("confirmed", 0))
+        self.finished = self.recorder.finished()
+
+    def keep(self) -> None:
+        """Write ``progress.json``."""
+        write_json(self.settings.output_dir / FILE, {
+            "seconds": self.limit.spent, "refused": self.refused, "costs": self.costs, "spread": self.spread,
+            "max_new_tokens": self.tokens, "recorded": self.recorded, "confirmed": self.count,
+            "policies": self.policies, "facts": self.facts,
+        })  # fmt: skip
+        self.bar.update(min(self.limit.spent, self.limit.seconds) - self.bar.n)
+
+    @property
+    def batch(self) -> int:
+        """Sequences decoded together."""
+        return self.settings.batch_size
+
+    @property
+    def table(self) -> DraftCosts:
+        """The measured seconds of a step, by batch size and nodes."""
+        return DraftCosts(self.costs)
+
+    @property
+    def first(self) -> int:
+        """Number of the first group that confirms modes."""
+        return MAX_RECORDED * (len(self.families) + 1)
+
+    def measure_costs(self) -> None:
+        """Time steps without a draft and with trees; set the length of outputs that the time allows."""
+        if self.costs or self.too_slow:
+            return
+        self.bar.set_postfix_str("measuring steps")
+        room = max(self.limit.left(COSTS), 0.0)
+        others = [size for size in BATCHES if size != self.batch]
+        batches = {self.batch: room, **dict.fromkeys(others, room / (1 + len(BATCHES)))}
+        try:
+            measured = fixed_costs(self.lab.target, batches, self.lab.sampling)
+        except TooSlow as slow:
+            self.too_slow = str(slow)
+            return
+        self.costs = {batch: dict(costs.seconds) for batch, costs in measured.items()}
+        self.spread = {batch: costs.overall_spread for batch, costs in measured.items()}
+        step = self.costs[self.batch][0]
+        fits = int(self.limit.left(1 - RECORDINGS) / (SLOWER * step * (1 + MAX_CONFIRMED) * MIN_CLUSTERS))
+        self.tokens = max(min(self.settings.max_new_tokens, fits), min(FEWEST_TOKENS, self.settings.max_new_tokens))
+        self.keep()
+
+    def record(self) -> None:
+        """Record the families in turn, the baseline first, on the same prompts, while their share of the time lasts."""
+        if self.recorded or self.too_slow:
+            return
+        arms: dict[str, Loop | None] = {}
+        recording = replace(self.settings, record="replay")
+        for turn in range(min(MAX_RECORDED, len(self.groups))):
+            for number, family in enumerate((None, *self.families)):
+                name = BASELINE if family is None else family.mode.name
+                at = turn * (len(self.families) + 1) + number
+                if name in self.refused or at in self.finished:
+                    continue
+                share = RECORDINGS if turn else (1 + RECORDINGS) / 2
+                if self.limit.left(share) < self._seconds(name):
+                    if turn == 0:
+                        self.refused[name] = "the time ended before it was recorded"
+                        continue
+                    self.recorded = True
+                    self.keep()
+                    return
+                self.bar.set_postfix_str(f"recording {name}")
+                if name not in arms:
+                    arms[name] = self._arm(name, None if family is None else family.mode, recording)
+                if (arm := arms[name]) is not None:
+                    self._decode(at, self._turns(self.groups[turn], 0), {name: arm}, recording)
+        self.recorded = True
+        self.keep()
+
+    def _seconds(self, name: str) -> float:
+        """Return the seconds that a group of prompts is expected to take."""
+        plain = self.took.get(BASELINE, SLOWER * self.tokens * self.costs[self.batch][0])
+        return self.took.get(name, SLOWER * plain)
+
+    def _arm(self, name: str, mode: SpeculativeMode | None, settings: Settings) -> Loop | None:
+        """Return the arm of a mode, warmed up; None where it cannot run, which is kept with the reason."""
+        try:
+            proposer = Null.load(self.lab.target) if mode is None else self.build(mode)
+            arm = self.lab.arm(settings, proposer, Match() if mode is None else self.lab.verifier)
+            short = [
+                replace(turn.request, max_new_tokens=min(16, self.tokens)) for turn in self._turns(self.groups[0], 0)
+            ]
+            done = arm.decode(short)
+            if error := next((outcome.error for outcome in done.outcomes if outcome.error), ""):
+                raise ValueError(error)
+            arm.forget()
+        except (ValueError, OSError, ImportError) as error:
+            if mode is None:
+                raise
+            self.refused[name] = str(error)
+            self.keep()
+            return None
+        self.facts[name] = {"name": proposer.name, "drawn": proposer.drawn, **proposer.facts}
+        return arm
+
+    @cached_property
+    def _rounds(self) -> Lab:
+        """The lab with each prompt once for every time that it is decoded, which is a request of its own then."""
+        return replace(self.lab, prompts=[*self.lab.prompts] * ROUNDS)
+
+    def _turns(self, group: Sequence[int], time: int) -> list[Turn]:
+        """Return the first turns of a group when it is decoded for the given time: 0 to be recorded."""
+        first = time * len(self.lab.prompts)
+        return [self._rounds.turn(self._shortened(self.settings), first + number) for number in group]
+
+    def _shortened(self, settings: Settings) -> Settings:
+        return replace(settings, max_new_tokens=self.tokens)
+
+    def _decode(self, number: int, group: Sequence[Turn], arms: Mapping[str, Loop], settings: Settings) -> None:
+        """Decode a group with arms, and write its rows."""
+        before = self.limit.spent
+        names = {name: name for name in arms}
+        with Progress(disable=True) as quiet:
+            rows = decode_group(self._rounds, self._shortened(settings), arms, names, number, group, quiet)
+        self.recorder.write(number, rows.forwards, rows.steps, rows.requests, rows.replay)
+        self.finished.add(number)
+        took = (self.limit.spent - before) / len(arms)
+        for name in arms:
+            self.took[name] = max(took, 0.7 * self.took.get(name, 0.0))
+        self.keep()
+
+    def judge(self) -> list[JudgedMode]:
+        """Judge the modes of every recorded family; what cannot be judged is kept with the reason."""
+        if not self.costs:
+            return []
+        frame, tables = load_replay(self.settings.output_dir), load(self.settings.output_dir)
+        recorded = tables.forwards["group"] < self.first
+        forwards, steps = tables.forwards[recorded], tables.steps[tables.steps["group"] < self.first]
+        idle = DraftingSeconds.of(forwards[forwards["arm"] == BASELINE], steps[steps["arm"] == BASELINE], 0.0).step
+        judged: list[JudgedMode] = []
+        for number, family in enumerate(self.families):
+            name = family.mode.name
+            rows = frame[frame["arm"] == name]
+            if name in self.refused or rows.empty:
+                self.refused.setdefault(name, "nothing was recorded")
+                continue
+            drafting = DraftingSeconds.of(forwards[forwards["arm"] == name], steps[steps["arm"] == name], idle)
+            try:
+                trees = of_rows(rows, name)
+                judged += judge(trees, number, family, self.lab.verifier, self.table, drafting, self.batch)
+            except ValueError as error:
+                self.refused[name] = str(error)
+        return judged
+
+    def confirm(self, judged: Sequence[JudgedMode]) -> tuple[list[JudgedMode], Confirmed]:
+        """Measure the best predicted modes against the baseline; return them with the result."""
+        if judged and not self.count:
+            room = self.limit.left() / (self._seconds(BASELINE) * MIN_CLUSTERS) - 1
+            self.count = max(1, min(MAX_CONFIRMED, int(room)))
+            self.policies = self.limit.left() >= POLICY_SECONDS
+            self.keep()
+        few = best_few(judged, self.batch, self.count, self.policies) if judged else []
+        settings = replace(self.settings, record="none")
+        arms: dict[str, Loop | None] = {}
+        modes = {mode.mode.name: mode for mode in few}
+
+        def decode(number: int, alive: Sequence[str]) -> bool:
+            at = self.first + number
+            if at in self.finished:
+                return True
+            if self.limit.left() < sum(map(self._seconds, (BASELINE, *alive))):
+                return False
+            for name in (BASELINE, *alive):
+                if name not in arms:
+                    self.bar.set_postfix_str(f"loading {name}")
+                    arms[name] = self._arm(name, modes[name].mode if name in modes else None, settings)
+            able = {name: arm for name in (*alive, BASELINE) if (arm := arms[name]) is not None}
+            self.bar.set_postfix_str(f"confirming {', '.join(alive)}")
+            if len(able) > 1:
+                self._decode(at, self._confirming(number), able, settings)
+            return True
+
+        def speedup(name: str, level: float) -> Interval:
+            requests = load(self.settings.output_dir).requests
+            return paired_speedup(requests, name, level, self.first, len(self.groups))
+
+        return few, confirm(list(modes), decode, speedup, LOOKS)
+
+    def _confirming(self, number: int) -> list[Turn]:
+        """Return a group that confirms modes: those that were not recorded come first, and all again after them."""
+        again, place = divmod(number, len(self.groups))
+        return self._turns(self.groups[::-1][place], 1 + again)
