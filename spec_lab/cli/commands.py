@@ -104,9 +104,10 @@ def recommendation(arguments: Sequence[str]) -> list[str]:
     Raises:
         SystemExit: ``--help`` is printed.
     """
-    given, overrides = parser()[1][RECOMMEND].parse_known_args(arguments[1:])
+    given, further = parser()[1][RECOMMEND].parse_known_args(arguments[1:])
     flags = {"hardware": given.hardware, "model": given.model, "batches": given.batch and f"[{given.batch}]"}
-    overrides = [f"task.{text}" if text.partition("=")[0] in OF_TASK else text for text in overrides]
+    typed = [*given.overrides, *further]
+    overrides = [f"task.{text}" if text.partition("=")[0] in OF_TASK else text for text in typed]
     projected = [f"task.{name}={value}" for name, value in flags.items() if value]
     return ["task=recommend", "proposer=none", "name=recommend", *projected, *overrides]
 
@@ -220,6 +221,7 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
         "-m spec_lab task=recommend proposer=none OVERRIDE..., such as target.path=DIR prompts=chat prompts.path=FILE "
         "minutes=10 drafters=[eagle:DIR].",
     )
+    best.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="options, such as prompts=code minutes=10")
     best.add_argument("--hardware", metavar="NAME", help="device that measured modes are projected to (h100-sxm)")
     best.add_argument("--model", metavar="NAME", help="the target's size there: a name, or the folder of a checkpoint")
     best.add_argument("--batch", metavar="SIZES", help="batch sizes of the projection, with commas (1,8,32)")

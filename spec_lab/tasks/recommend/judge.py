@@ -65,7 +65,7 @@ class JudgedMode:
 
 @dataclass(frozen=True)
 class DraftingSeconds:
-    """What a recorded mode was measured to take besides the rows of the target's forward.
+    """Seconds and rows that a recorded mode was measured to take besides the rows of the target's forward.
 
     Args:
         step: seconds of drafting and verification of a step, beyond those of the baseline.

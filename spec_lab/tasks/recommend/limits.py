@@ -21,8 +21,8 @@ SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 FEWEST = 2
 """Sizes without which nothing can be judged: no draft, and one node."""
 
-PASSES = WARM_UP + 2
-"""Visits of each size at least."""
+PASSES = WARM_UP + 3
+"""Visits of each size at least: one that shows which sizes fit, the warm-up and two timed ones."""
 
 
 class TooSlow(ValueError):
@@ -82,16 +82,19 @@ def fixed_costs(
 
         def timed(batch: int = batch, seconds: float = seconds, fixed: Mapping[int, Fixed] = fixed) -> StepCosts:
             with visits(target, fixed, batch, sampling) as visit:
-                step = min(visit(0))
-                count = int(seconds / (2 * step * VISIT * PASSES))
-                if count < FEWEST:
+                sizes, spent = [0], VISIT * min(visit(0))
+                if spent * FEWEST * PASSES > seconds:
                     raise TooSlow(
-                        f"a step takes {step:.2g} s at batch size {batch}, and the {seconds:.0f} s for measuring steps "
-                        f"hold {seconds / step:.0f} of at least {2 * FEWEST * VISIT * PASSES}"
+                        f"a step takes {spent / VISIT:.2g} s at batch size {batch}, and the {seconds:.0f} s for "
+                        f"measuring steps hold fewer than the {FEWEST * VISIT * PASSES} steps that this takes"
                     )
-                sizes = list(fixed)[:count]
-                least = min(3.0, seconds / 4)
-                return measure(visit, {size: size + 1.0 for size in sizes}, least, threads, longest=seconds / 2)
+                for size in list(fixed)[1:]:
+                    spent += VISIT * min(visit(size))
+                    if spent * PASSES > seconds and len(sizes) >= FEWEST:
+                        break
+                    sizes.append(size)
+                least, most = min(3.0, seconds / PASSES), seconds / 2
+                return measure(visit, {size: size + 1.0 for size in sizes}, least, threads, longest=most)
 
         under = conditions(target, "fixed trees", [(size,) for size in fixed], batch, sampling)
         try:
