@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.user_cache import default_folder
 from spec_lab.models.target import Target
 from spec_lab.propose.calibrate import conditions, visits
-from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.step_costs import VISIT, WARM_UP, StepCosts, measure
 from spec_lab.tasks.cost.timing import Fixed
 

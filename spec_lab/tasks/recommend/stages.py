@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Interval
 from spec_lab.core.files import read_json, write_json
 from spec_lab.core.progress import Progress
@@ -33,6 +35,9 @@ COSTS, RECORDINGS = 0.2, 0.5
 
 MAX_RECORDED = 12
 """Groups of prompts that each family is recorded on at most."""
+
+PROMISING = 0.8
+"""Predicted speed-up below which a mode is not measured, unless it is the best."""
 
 ROUNDS = 1 + LOOKS[-1] // MIN_CLUSTERS
 """Times that a prompt is decoded at most: once to be recorded, and as often as the fewest groups make the last look."""
@@ -248,9 +253,12 @@ class Stages:
     def confirm(self, judged: Sequence[JudgedMode]) -> tuple[list[JudgedMode], Confirmed]:
         """Measure the best predicted modes against the baseline; return them with the result."""
         if judged and not self.count:
-            room = self.limit.left() / (self._seconds(BASELINE) * MIN_CLUSTERS) - 1
-            self.count = max(1, min(MAX_CONFIRMED, int(room)))
             self.policies = self.limit.left() >= POLICY_SECONDS
+            best = best_few(judged, self.batch, MAX_CONFIRMED, self.policies)
+            together = self._seconds(BASELINE) * np.cumsum([1, *(1 / mode.at(self.batch) for mode in best)])
+            fits = int((together * MIN_CLUSTERS <= self.limit.left()).sum()) - 1
+            promising = sum(mode.at(self.batch) >= PROMISING for mode in best)
+            self.count = max(1, min(fits, promising))
             self.keep()
         few = best_few(judged, self.batch, self.count, self.policies) if judged else []
         settings = replace(self.settings, record="none")
