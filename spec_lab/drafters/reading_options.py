@@ -49,6 +49,7 @@ class EagleOptions(ReadingOptions, total=False):
 
     Args:
         norm_before_residual: whether the residual connection starts from the normed features.
+        norm_before_fc, fc_norm: whether the concatenated hidden states, and each of them, are normed.
         norm_output: the LM head reads the normed state and the state before is fed back (plain), the normed one is
             (feedback), or there is no norm (raw).
         embedding: own or the target's.
@@ -56,6 +57,8 @@ class EagleOptions(ReadingOptions, total=False):
     """
 
     norm_before_residual: bool | None
+    norm_before_fc: bool | None
+    fc_norm: bool | None
     norm_output: NormOutput | None
     embedding: WeightSource | None
     lm_head: WeightSource | None

@@ -99,7 +99,14 @@ def test_the_reading_of_a_head_is_recorded_and_each_of_its_values_is_an_option(t
         "rope": "neox",
         "rope_scaling": "own",
     }
-    values |= {"norm_before_residual": False, "norm_output": "plain", "embedding": "own", "lm_head": "own"}
+    values |= {
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": "plain",
+        "embedding": "own",
+        "lm_head": "own",
+    }
     assert proposer.reading.values == values
     again = PEagleDrafter.load(target, folders["windows"], depth=2, **values)
     assert again.network.settings == proposer.network.settings

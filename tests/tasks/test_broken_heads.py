@@ -5,6 +5,7 @@ worth the name on a target's text; theirs is text that they drafted themselves, 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from spec_lab.propose import Null
 from spec_lab.tasks.check_drafter.acceptance import tau
 from spec_lab.tasks.check_drafter.along_text import Answer, predicted
 from spec_lab.tasks.check_drafter.readings import try_readings
+from spec_lab.tasks.check_drafter.task import explained
+from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt, encode, mixed
 from spec_lab.verify.lenient import Lenient
 from tests.drafters.block_drafters import dflash
@@ -105,6 +108,11 @@ def target_lm_head(untrained):
     return config | {"draft_vocab_size": 4096}, tensors | ({"lm_head.weight": noise(4096)} if untrained else {})
 
 
+def ones(width, *names):
+    """Weights of norms that were never trained."""
+    return {f"{name}.weight": torch.ones(width, dtype=torch.bfloat16) for name in names}
+
+
 WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
 BROKEN = {
     "layers listed as states": (lambda: stated(**{TAPS: [0, 2, 4]}), {"taps": [1, 3, 5]}),
@@ -130,6 +138,17 @@ BROKEN = {
     ),
     "a residual from the normed features, speculators": (
         lambda: stated(bundled, norm_before_residual=True), {"norm_before_residual": False},
+    ),
+    "normed taps": (
+        lambda: stated(norm_before_fc=True, tensors=ones(1536, "input_norm")), {"norm_before_fc": False},
+    ),
+    "normed taps, in eagle_config": (
+        lambda: stated(eagle_config={"norm_before_fc": True}, tensors=ones(1536, "input_norm")),
+        {"norm_before_fc": False},
+    ),
+    "each tap normed, speculators": (
+        lambda: stated(bundled, fc_norm=True, tensors=ones(512, "fc_norm.0", "fc_norm.1", "fc_norm.2")),
+        {"fc_norm": False},
     ),
     "the normed state fed back": (lambda: stated(bundled, norm_output=True), {"norm_output": "plain"}),
     "an embedding that was not trained": (
@@ -207,13 +226,23 @@ def test_the_reading_of_the_original_is_the_best(target, measures, tmp_path):
     assert best is readings[0] and not any(reading.helps for reading in readings)
 
 
+def turned(head):
+    """The head with queries and keys that depend much on their positions: all numbers turn fast."""
+    config, tensors = head
+    wide = {name: 3 * tensor for name, tensor in tensors.items() if "q_proj" in name}
+    return config | {"rope_theta": 1.5}, tensors | wide
+
+
+HEAD = eagle3(32, 61, **{TAPS: [0, 1, 2]})
 MISREAD = {
     "rows of a block that predict the next position": (BlockDrafter, dflash(32, ids=(0, 1)), {"anchor": "next"}),
     "a block whose rows attend to all": (BlockDrafter, dflash(32, ids=(0, 1), is_causal=True), {"causal": "none"}),
     "a causal block": (BlockDrafter, dflash(32, ids=(0, 1)), {"causal": "all"}),
     "a block that reads the normed state": (BlockDrafter, dflash(32, ids=(0, 1)), {"taps": [1, -1]}),
-    "a head that reads the normed state": (eagle, eagle3(32, 61, **{TAPS: [0, 1, 2]}), {"taps": [0, 1, -1]}),
+    "a head that reads the normed state": (eagle, HEAD, {"taps": [0, 1, -1]}),
     "a head that reads the state before the norm": (eagle, eagle1(32, 61), {"taps": [2]}),
+    "a head whose drafted rows leave a position out": (eagle, turned(HEAD), {"positions": 2}),
+    "a block that leaves a position out": (BlockDrafter, turned(dflash(32, ids=(0, 1))), {"positions": 2}),
 }  # fmt: skip
 """Random drafters whose files are read wrongly, and the options that fix it."""
 
@@ -234,6 +263,44 @@ def test_the_reading_that_drafted_a_text_is_named(tmp_path, name):
         lambda read, _: predicted(target, read, answers, len(answers), WARM, 2),
     )  # fmt: skip
     assert best.changed == fix and best.tau.mean == pytest.approx(33 / 12, abs=0.1)
+
+
+FOREIGN = " \u00c4\u00d6\u00df \u00f1 \u00e9 \u6f22\u5b57"
+"""Text that the target has not seen, so that it goes on with what the head does not predict."""
+MESSAGES = "{{% for sent in messages %}}{{{{ sent.content }}}}{}{{% endfor %}}"
+SENT = {
+    "a chat template": (ChatTemplate(MESSAGES.format(FOREIGN)), {"prompts.template": "none"}),
+    "a thinking mode": (
+        ChatTemplate(MESSAGES.format("{% if enable_thinking %}" + FOREIGN + "{% endif %}"), {"enable_thinking": True}),
+        {"prompts.thinking": False},
+    ),
+}
+"""Ways to send prompts that the head was not trained for, and what mends them."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SENT)
+def test_the_template_and_thinking_mode_of_prompts_are_named_and_explain_the_difference(target, name):
+    template, fix = SENT[name]
+    plain = mixed(zoo("prompts"), 10)
+    head = eagle.load(target, zoo("eagle3"), depth=DEPTH)
+
+    def measure(drafter, prompts):
+        tokens = encode(plain if prompts is None else prompts, target.tokenizer, target.context, 96)
+        asked = [Request(number, str(number), prompt, WARM, 20) for number, prompt in enumerate(tokens)]
+        group, _ = decode(target, Null(), asked)
+        answers = [Answer(sequence.request, sequence.tokens) for sequence in group.sequences]
+        return predicted(target, drafter, answers, len(answers), WARM, DEPTH)
+
+    sent = [replace(prompt, template=template) for prompt in plain]
+    readings, best = try_readings(
+        head, sent, target, None, lambda drafter, prompts: measure(drafter, sent if prompts is None else prompts)
+    )
+    mended = next(reading for reading in readings if reading.changed == fix)
+    right = tau(measure(head, None)).mean
+    assert best is readings[0] and mended.helps and mended.tau.mean == pytest.approx(right)
+    facts = explained(right, readings, best)
+    assert facts["by"] == "prompts" and facts["whole"]
 
 
 @pytest.mark.nightly

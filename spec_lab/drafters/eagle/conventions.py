@@ -152,10 +152,12 @@ def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None,
 ENDS = {"lm_head": "lm_head.weight", "embedding": "embed_tokens.weight"}
 
 
-def unused_ends(files: DrafterFiles) -> set[str]:
-    """Return the head's tensors in whose place an option chose the target's."""
-    chosen = {name for name, convention in files.conventions.items() if convention.source == "option"}
-    return {tensor for name, tensor in ENDS.items() if name in chosen and files.conventions[name].value == "target"}
+def unused(files: DrafterFiles) -> set[str]:
+    """Return the head's tensors that an option leaves out: in the place of some the target's are used."""
+    chosen = {name: files.conventions[name].value for name in files.conventions if files.options.get(name) is not None}
+    ends = {tensor for name, tensor in ENDS.items() if chosen.get(name) == "target"}
+    norms = {tensor.partition(".")[0] for name, tensor in NORMS.items() if chosen.get(name) is False}
+    return ends | {name for name in files.held if name.partition(".")[0] in norms}
 
 
 def choose_norm_output(files: DrafterFiles, prefixed: bool) -> NormOutput:
@@ -180,6 +182,19 @@ def choose_norm_output(files: DrafterFiles, prefixed: bool) -> NormOutput:
         value = "plain"
     chosen: NormOutput = files.choose("norm_output", value, source, why, others)
     return chosen
+
+
+NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+"""Norms of the taps, and the name of a tensor that the files hold where there is one."""
+
+
+def choose_norm(files: DrafterFiles, name: str) -> bool:
+    """Return whether there is one of ``NORMS``; the files leave it open where they hold its weights."""
+    config = stating(files, name)
+    value = files.flag(name, config=config)
+    source: Source = "default" if config.get(name) is None else "file"
+    others = {"the other way": not value} if NORMS[name] in files.shapes else {}
+    return bool(files.choose(name, value, source, f"the taps are {'' if value else 'not '}normed so", others))
 
 
 def choose_residual(files: DrafterFiles) -> bool:

@@ -37,18 +37,19 @@ from spec_lab.drafters.config_fields import LAYER, Fields, Meanings
 from spec_lab.drafters.draft_layers import read_interleaved
 from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
 from spec_lab.drafters.eagle.conventions import (
+    NORMS,
     TABLES,
     TAPS,
     choose_ends,
     choose_layer,
+    choose_norm,
     choose_norm_output,
     choose_residual,
     choose_taps,
     draft_tokens,
     is_llama,
     reads_taps,
-    stating,
-    unused_ends,
+    unused,
 )
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
 from spec_lab.drafters.layer_conventions import choose_positions, settle_taps
@@ -181,7 +182,8 @@ def read_eagle3(files: DrafterFiles, layout: Layout, build: Callable[[], T], dty
     """Read a network of the kind of EAGLE-3, which ``build`` makes without weights. Errors as in ``read_eagle``."""
     network = files.described(build)
     ids = draft_tokens(files, network.settings.vocab_size, network.settings.draft_vocab_size)
-    held = {name: tensor for name, tensor in files.held.items() if name not in unused_ends(files)}
+    left_out = unused(files)
+    held = {name: tensor for name, tensor in files.held.items() if name not in left_out}
     network = replace(files, held=held).read(layout, lambda: network, dtype)
     network.ids = ids.to(files.target.lm.device)
     return network
@@ -259,7 +261,7 @@ def eagle_settings(
             f"{files.file}: draft_vocab_size must lie between 1 and the target's {v} tokens, not {brief(w)}"
         )
     w, own_embedding = choose_ends(files, w, h)
-    flags = {name: files.flag(name, config=stating(files, name)) for name in ("norm_before_fc", "fc_norm")}
+    flags = {name: choose_norm(files, name) for name in NORMS}
     settings = Eagle3Settings(
         fields, h, wide, v, choose_taps(files), w, layers, choose_residual(files), **flags,
         norm_output=choose_norm_output(files, prefixed), own_embedding=own_embedding, windows=windows,
