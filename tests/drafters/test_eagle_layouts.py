@@ -211,6 +211,12 @@ CASES = {
         renamed(lambda name: name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}"), OUTPUT,
         flags=NORM_OUTPUT,
     ),
+    "no norm before fc by the option": case(
+        None, eagle3(H, VOCABULARY, IDS, flags=("norm_before_fc",)), options={"norm_before_fc": False}
+    ),
+    "no norms of taps by the option": case(
+        speculators, eagle3(H, VOCABULARY, IDS, flags=("fc_norm",)), options={"fc_norm": False}
+    ),
     "norm_before_residual by the option": case(
         None, flags=("norm_before_residual",), options={"norm_before_residual": True}
     ),
