@@ -67,10 +67,17 @@ def plain_text(config: DictConfig, prompts: Sequence[Any], target: Target) -> st
     """Return that prompts are plain text for a target with a chat template, and what changes it; empty otherwise."""
     from spec_lab.text.chat_template import HasTemplate
 
-    plain = sum(getattr(prompt, "template", None) is None for prompt in prompts)
+    plain, task = sum(getattr(prompt, "template", None) is None for prompt in prompts), config.get("task") or {}
     tokenizer = target.tokenizer
     if not plain or not isinstance(tokenizer, HasTemplate) or not tokenizer.chat_template:
         return ""
+    if task.get("answers_from") or task.get("messages") or task.get("chat"):
+        return ""
+    if task.get("prompt"):
+        return (
+            "task.prompt is plain text to the target, although its tokenizer has a chat template: set task.chat=true "
+            "to send it as a message"
+        )
     change = "set prompts.template=checkpoint"
     if "template" not in config.prompts:
         change = "choose prompts=chat and a file of messages"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.memory_check import check_memory
+from spec_lab.text.conversations import conversation_prompt
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token as TokenVerifier
@@ -90,8 +91,12 @@ class SequenceEvent:
     error: str = ""
 
 
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: messages with their role and content, the last of which is answered."""
+
+
 def generate(
-    prompts: str | Prompt | Sequence[str | Prompt],
+    prompts: str | Prompt | Messages | Sequence[str | Prompt | Messages],
     target: Target | str | None = None,
     proposer: Proposer | None = None,
     verifier: Verifier | None = None,
@@ -113,7 +118,9 @@ def generate(
     reason is "nan" or "stuck" and an error that states why; other prompts continue. The generator may be closed early.
 
     Args:
-        prompts: one or several, decoded as one batch; a ``Prompt`` may bring its own pattern, schema or grammar.
+        prompts: one or several, decoded as one batch: texts to continue; lists of messages to answer, such as
+            ``[{"role": "user", "content": "Hi"}]``, by the target's chat template; or ``Prompt`` objects, which may
+            bring their own pattern, schema or grammar.
         target: the model; a path or hub name is loaded anew by every call. Default: the bundled one.
         proposer: drafts; default: none, which is autoregressive decoding.
         verifier: decides; default: ``verify.Token``.
@@ -130,15 +137,9 @@ def generate(
         OSError: at the call, no model there.
     """
     several: list[Any] = [prompts]
-    if isinstance(prompts, Iterable) and not isinstance(prompts, str | Prompt):
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | Prompt) and not _is_conversation(prompts):
         several = list(prompts)
-    wrong = [prompt for prompt in several if not isinstance(prompt, str | Prompt)]
-    if wrong:
-        raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief_repr(wrong[0])}")
-    named = [
-        prompt if isinstance(prompt, Prompt) else Prompt(f"prompt {number}", prompt)
-        for number, prompt in enumerate(several)
-    ]
+    named = [_named(number, prompt) for number, prompt in enumerate(several)]
     if not named:
         raise ValueError("prompts is empty: pass at least one")
     if unused := next((prompt.name for prompt in named if prompt.later or prompt.checker), None):
@@ -168,6 +169,25 @@ def generate(
     )  # fmt: skip
     group = engine_with_events(lab, settings, prefix_cache)
     return _events(group)
+
+
+def _is_conversation(given: Any) -> bool:
+    return isinstance(given, list | tuple) and bool(given) and all(isinstance(message, Mapping) for message in given)
+
+
+def _named(number: int, given: Any) -> Prompt:
+    """Return a text, messages or a ``Prompt`` as a prompt.
+
+    Raises:
+        ValueError: it is something else, or the messages are malformed.
+    """
+    if isinstance(given, Prompt):
+        return given
+    if _is_conversation(given):
+        return conversation_prompt(f"prompt {number}", given)
+    if not isinstance(given, str):
+        raise ValueError(f"prompts must be a text, messages, a Prompt, or a list of these, not {brief_repr(given)}")
+    return Prompt(f"prompt {number}", given)
 
 
 def _events(group: Engine) -> Generator[SequenceEvent, None, None]:

@@ -1,11 +1,11 @@
-"""``+experiment=stream``: print one prompt's continuation while it is decoded, shaded by the origin of each token."""
+"""``+experiment=stream``: print texts and answers while they are decoded, shaded by the origin of each token."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +17,18 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import text_bytes
-from spec_lab.core.options import Filled, checked
+from spec_lab.core.options import Filled, WrongOption, checked
 from spec_lab.core.request import BROKEN
 from spec_lab.core.terminal import CONTROLS
 from spec_lab.decode.engine import Engine
+from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.decode.sequence import ORIGINS
 from spec_lab.decode.step import StepInfo
 from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.tasks.generation import SequenceEvent, Share, engine_with_events, steps_with_events
 from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.conversations import conversation_prompt
 from spec_lab.text.detokenizer import Finish, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 
@@ -52,33 +55,78 @@ def stream(
     console: Console | None = None,
     errors: Console | None = None,
     *,
-    prompt: Filled,
+    prompt: Filled | None = None,
+    chat: bool = False,
+    messages: Sequence[Mapping[str, Any]] | None = None,
 ) -> int:
-    """Continue ``prompt``: print text as soon as no later token can change it, and a line of figures at the end.
+    """Continue a text, or answer messages: print text as soon as no later token can change it, and a line of figures.
 
     On a terminal with colours the prompt is dim and tokens are shaded by origin; text that a constraint withdraws after
     it was printed is printed again, struck through. Elsewhere only the text is printed; if the constraint may withdraw
     text, a branch is printed when it has finished. Each fork is printed under a heading after the branches before it.
 
     Args:
-        lab: the parts; its prompts are not read.
+        lab: the parts.
         settings: the scalars; nothing is written to ``output_dir``.
         config: not read.
         console: prints the text; default standard output.
         errors: prints the figures; default standard error.
-        prompt: the text to continue.
+        prompt: the text to continue; None: the run's prompts, one after the other, with all turns of conversations.
+        chat: true: the prompt is a message of the user, written by the target's chat template.
+        messages: a conversation in place of the prompt, which the target answers: [{role: user, content: "Hi"}].
 
     Returns:
-        The exit code: 0; 1 if the request failed; 130 after Ctrl-C.
+        The exit code: 0; 1 if a request failed; 130 after Ctrl-C.
 
     Raises:
-        ValueError: an empty prompt, or one that does not fit the context; incompatible parts.
+        ValueError: an empty prompt, or one that does not fit the context; incompatible parts or options.
     """
     console, errors = console or Console(), errors or Console(stderr=True)
     pieces = text_bytes(lab.target) if lab.pieces is None else lab.pieces
-    group = engine_with_events(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
+    prompts, cache, code = _prompts(lab, prompt, chat, messages), settings.new_prefix_cache(), 0
+    lab, settings = replace(lab, prompts=prompts, pieces=pieces), replace(settings, batch_size=1)
+    try:
+        for conversation in prompts:
+            answers = list[str]()
+            while not code and len(answers) < conversation.turns:
+                said = tuple(conversation.conversation(answers)) if answers or conversation.messages else ()
+                turn = replace(
+                    conversation, text=conversation.later[len(answers) - 1] if answers else conversation.text,
+                    messages=said, later=(), checker="", answer="",
+                )  # fmt: skip
+                code, answer = _stream_one(replace(lab, prompts=[turn]), settings, cache, console, errors)
+                answers.append(answer)
+            if code:
+                break
+    finally:
+        if settings.output_dir.absolute() != Path.cwd():
+            with suppress(OSError):
+                settings.output_dir.rmdir()  # Hydra made it
+    return code
+
+
+def _prompts(
+    lab: Lab, prompt: str | None, chat: bool, messages: Sequence[Mapping[str, Any]] | None
+) -> Sequence[Prompt]:
+    """Return what is streamed. Arguments and errors as in ``stream``."""
+    if messages is not None:
+        if prompt is not None:
+            raise WrongOption("messages replaces prompt: leave one of them out")
+        return [conversation_prompt("messages", messages)]
+    if prompt is None:
+        if chat:
+            raise WrongOption("chat=true requires a prompt, the message of the user")
+        return lab.prompts
+    return [Prompt("prompt", prompt, template=ChatTemplate() if chat else None)]
+
+
+def _stream_one(
+    lab: Lab, settings: Settings, cache: PrefixCache | None, console: Console, errors: Console
+) -> tuple[int, str]:
+    """Print the continuation of the lab's only prompt; return the exit code and the text."""
+    group = engine_with_events(lab, settings, cache)
     acts = lab.applied is not None and lab.applied.constraint.has_actions
-    page = _Page(console, prompt, whole=acts and not console.is_terminal)
+    page = _Page(console, lab.prompts[0], whole=acts and not console.is_terminal)
     done, code, began = [], 0, time.perf_counter()
     try:
         with closing(steps_with_events(group)) as decoding:
@@ -87,17 +135,14 @@ def stream(
                 page.add(events)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    finally:
-        if settings.output_dir.absolute() != Path.cwd():
-            with suppress(OSError):
-                settings.output_dir.rmdir()  # Hydra made it
     seconds = time.perf_counter() - began
     page.end()
     for why in group.errors.values():
         errors.print(Line(why, "red"), soft_wrap=True)
         code = code or BROKE * any(sequence.finish in BROKEN for sequence in group.sequences)
     errors.print(_figures(group, done, seconds), soft_wrap=True)
-    return code
+    first = group.sequences[0]
+    return code, lab.shown(first.request, first.emitted)
 
 
 class _Page:
@@ -105,11 +150,11 @@ class _Page:
 
     Args:
         console: prints the text.
-        prompt: printed first if the console has colours.
+        prompt: printed first if the console has colours; a message with an empty line around it.
         whole: whether a branch is printed only when it has finished.
     """
 
-    def __init__(self, console: Console, prompt: str, whole: bool) -> None:
+    def __init__(self, console: Console, prompt: Prompt, whole: bool) -> None:
         self.console, self.whole = console, whole
         self.colour = console.is_terminal and console.color_system is not None and not console.no_color
         self.waiting: dict[tuple[int, ...], list[Share]] = {}
@@ -117,7 +162,8 @@ class _Page:
         self.shown: list[tuple[int, ...]] = []
         self.last = ""
         if self.colour:
-            self._write(prompt, QUIET)
+            around = "\n" if prompt.template is not None or prompt.messages else ""
+            self._write(f"{around}{prompt.text}{2 * around}", QUIET)
 
     def add(self, events: list[SequenceEvent]) -> None:
         """Add events, and print the text that can be printed."""

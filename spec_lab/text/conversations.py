@@ -244,6 +244,20 @@ def _check_fields(record: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: 'system' and 'messages[0]' are both system prompts: remove one of them")
 
 
+def conversation_prompt(name: str, messages: Sequence[Message]) -> Prompt:
+    """Return the prompt of a conversation that the checkpoint's chat template writes.
+
+    Args:
+        name: of the conversation.
+        messages: with their ``role`` and ``content``; the last one, of the user or of a tool, is answered.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    recorded = _messages([dict(message) for message in messages], name)
+    return chat_options().prompt(name, [str(recorded[-1]["content"])], messages=recorded)
+
+
 def conversation_of(record: Mapping[str, Any], where: str) -> tuple[list[Message], tuple[Mapping[str, Any], ...]]:
     """Return the messages of a record, the system prompt ``system`` in front if it has one, and its ``tools``.
 

@@ -41,6 +41,7 @@ class Dataset:
         read: returns a record's question; its arguments are the file and line, the record, and whether the model
             completes a text (``prompts.template=none``) or answers a message.
         hub: repository and file on the hub; None where the hub does not have it.
+        bundled: number of its questions in ``BUNDLED``, from the first; 0: it is not bundled.
         columns: of a Parquet file, those that are read.
     """
 
@@ -50,6 +51,11 @@ class Dataset:
     read: Callable[[str, Mapping[str, Any], bool], Question]
     hub: tuple[str, str] | None = None
     columns: tuple[str, ...] | None = None
+    bundled: int = 0
+
+
+BUNDLED = Path(__file__).parents[1] / "zoo" / "questions" / "spec_bench.jsonl"
+"""Spec-Bench's questions, the first of which are MT-Bench's; ``README.md`` beside it names source and licence."""
 
 
 @check_arguments
@@ -69,7 +75,7 @@ def load(
 
     Args:
         name: the dataset, which tells how its file is read.
-        path: the file, or its folder; None: from the hub.
+        path: the file, or its folder; None: the bundled file, if there is one and no revision, else from the hub.
         revision: branch, tag or commit on the hub; None: main.
         limit: number of questions, from the first; None: all.
         template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
@@ -88,7 +94,10 @@ def load(
     how = chat_options(template, system, None, thinking, options, turns, checker)
     if revision is not None and (not isinstance(revision, str) or not revision or path is not None):
         raise WrongOption(f"revision must name a branch, tag or commit, without path (got {brief(revision)})")
-    file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
+    if path is None and revision is None and dataset.bundled:
+        file, limit = str(BUNDLED), min(limit or dataset.bundled, dataset.bundled)
+    else:
+        file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
     prompts = {}
     for where, line, record in records(file, limit, columns=dataset.columns):
         given, asked, workload, answer = dataset.read(where, record, template == "none")
@@ -208,6 +217,7 @@ DATASETS: Mapping[str, Dataset] = {
         ("question.jsonl", "spec_bench_question.jsonl"),
         "https://github.com/hemingkx/Spec-Bench (data/spec_bench)",
         _turns,
+        bundled=480,
     ),
     "mt_bench": Dataset(
         "MT-Bench",
@@ -215,6 +225,7 @@ DATASETS: Mapping[str, Dataset] = {
         "https://github.com/lm-sys/FastChat (fastchat/llm_judge/data/mt_bench)",
         _turns,
         ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
+        bundled=80,
     ),
     "gsm8k": Dataset(
         "GSM8K",

@@ -268,6 +268,8 @@ def test_closing_early_frees_every_cell(target):
         ([], {}, "prompts "),
         (3, {}, "prompts .*Prompt.* 3"),
         (["a", 3], {}, "prompts .*Prompt.* 3"),
+        ([{"role": "user"}], {}, "prompt 0: 'messages\\[0\\]'.content must be text"),
+        ([{"role": "assistant", "content": "a"}], {}, "prompt 0: 'messages' must end with a message of the user"),
         ("", {}, "'prompt 0' .*no tokens"),
         ([Prompt("x", "a"), Prompt("x", "b")], {}, "same name"),
         (Prompt("x", "a", later=("b",)), {}, "checks none, and prompt 'x' has later turns or a checker"),
@@ -281,6 +283,16 @@ def test_closing_early_frees_every_cell(target):
 def test_invalid_arguments_are_refused_at_the_call(target, prompts, options, named):
     with pytest.raises(ValueError, match=named):
         spec_lab.generate(prompts, target, **{"vocabulary": VOCABULARY} | options)
+
+
+def test_messages_are_answered_as_their_text(target):
+    """The tokenizer has no chat template: messages are plain text."""
+    chat = [{"role": "user", "content": "the cat"}]
+    more = [*chat, {"role": "assistant", "content": " sat"}, {"role": "user", "content": "on"}]
+    alone, both = decode_events(chat, target), decode_events([chat, more, "the cat"], target)
+    texts = [output_of(both[number, ()])[0] for number in range(3)]
+    assert output_of(alone[0, ()])[0] == texts[0] == texts[2]
+    assert texts[1] == output_of(decode_events("the cat sat\n\non", target)[0, ()])[0]
 
 
 def test_importing_the_package_imports_nothing_heavy():

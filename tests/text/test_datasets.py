@@ -1,7 +1,9 @@
 """Datasets by name: published formats, local files and folders, the hub."""
 
 import gzip
+import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -115,7 +117,20 @@ def test_what_is_not_local_comes_from_the_hub(tmp_path, monkeypatch):
     assert len(load("gsm8k", revision="abc")) == 1
     assert asked == [("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset", "abc")]
     with pytest.raises(FileNotFoundError, match=r"spec_bench is not on the hub: download question\.jsonl from .*path"):
-        load("spec_bench")
+        load("spec_bench", revision="abc")
+
+
+def test_mt_bench_and_spec_bench_are_bundled():
+    chats, questions = load("mt_bench"), load("spec_bench", turns=1)
+    assert (
+        len(chats) == 80 and {chat.turns for chat in chats} == {2} and {chat.source for chat in chats} == {"MT-Bench"}
+    )
+    assert [chat.text for chat in chats] == [question.text for question in questions[:80]]
+    counts = Counter(question.workload for question in questions)
+    assert len(questions) == 480 and {counts[task] for task in ("translation", "summarization", "qa", "rag")} == {80}
+    assert [len(load(name, limit=3)) for name in ("mt_bench", "spec_bench")] == [3, 3]
+    digest = hashlib.sha256(datasets.BUNDLED.read_bytes()).hexdigest()
+    assert digest in (datasets.BUNDLED.parent / "README.md").read_text()
 
 
 def test_a_hub_that_cannot_be_reached_says_where_the_file_goes(monkeypatch):
