@@ -284,7 +284,7 @@ def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
         (["~proposer"], "proposer ... _target_ ... null"),
         (
             ["proposer=medusa", "proposer.path=/nowhere"],
-            "proposer.path=/nowhere: ... config.json",
+            "proposer.path=/nowhere: ... no folder",
         ),
         (["proposer=medusa", "proposer.path=3"], "proposer.path ... 3"),
         (
@@ -465,7 +465,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("threads=100000", f"threads ... at most {4 * os.cpu_count()}"),
         (
             "verifier._target_=builtins.int",
-            "verifier ... int ... name",
+            "verifier ... int ... Verifier",
         ),
         ("sampling._target_=builtins.dict", "sampling._target_=builtins.dict ... temperature, top_k, "),
     ],
