@@ -34,7 +34,7 @@ def explain(*arguments, width=80):
     [
         ("proposer.depth", ["proposer=jacobi  int from 1 to 256, default 8", "number of guesses"]),
         ("proposer", ["medusa", "proposer=medusa by default"]),
-        ("proposer=medusa", ["conf/proposer/medusa.yaml", "proposer.tree  str, int of 1 or more, or list of list of int"]),
+        ("proposer=medusa", ["conf/proposer/medusa.yaml", "proposer.tree  str, int of 1 or more, or list"]),
         ("+experiment=batch_size", ["+proposer@arms.medusa=medusa", "batch_size=1,2,4,8,16", "sweeps over"]),
         ("prompts.jsonl", ["prompts.path  str, must be given"]),
         ("seed", ["seed  int from 0 to 9223372036854775807, default 0", "conf/config.yaml"]),
