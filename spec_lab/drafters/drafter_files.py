@@ -278,6 +278,18 @@ def _written(value: Any) -> str:
     return "".join(str(value).split()) if isinstance(value, list) else str(value).lower()
 
 
+def draft_tables(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
+    """Return ``d2t``, offsets from a draft token to the target's, and ``t2d``, which of the target's are drafted.
+
+    Args:
+        ids: ``[W]`` the target's number of each draft token.
+        vocabulary: V.
+    """
+    kept, tokens = torch.zeros(vocabulary, dtype=torch.bool), ids.cpu()
+    kept[tokens] = True
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": kept}
+
+
 def write_drafter(
     folder: Path,
     config: Mapping[str, Any],

@@ -109,6 +109,15 @@ def layer_windows(files: DrafterFiles, config: Mapping[str, Any]) -> tuple[int |
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def window_fields(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Return the fields that ``layer_windows`` reads; none where no layer has a window."""
+    sizes = {window for window in windows if window}
+    if not sizes:
+        return {}
+    types = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"layer_types": types, "sliding_window": max(sizes)}
+
+
 def choose_window(
     files: DrafterFiles, config: Mapping[str, Any], windows: Sequence[int | None], why: str
 ) -> tuple[int | None, ...]:

@@ -163,6 +163,7 @@ class Unrolled:
         unrolls: how many tokens are drafted.
         features: the target's states -> those that the first unroll reads.
         kinds: of attention, by layer; layers left out are FULL.
+        kept: to which columns of texts each unroll is limited (``unroll.columns_of``).
     """
 
     network: Callable[[Tensor, Tensor, Any], Tensor]
@@ -171,11 +172,12 @@ class Unrolled:
     unrolls: int
     features: Callable[[Tensor], Tensor] = lambda hidden: hidden
     kinds: Mapping[int, AttentionKind] = field(default_factory=dict)
+    kept: Callable[[Texts], Sequence[Tensor]] = lambda text: ()
 
     def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what each unroll returns, ``[B, n, X]``, and its columns."""
         cache, feature = Unrolls(self.kinds), self.features(hidden[:, :-1])
-        for unroll, columns in enumerate(columns_of(text.counts(1), self.unrolls)):
+        for unroll, columns in enumerate(columns_of(text.counts(1), self.unrolls, self.kept(text))):
             (feature,) = cache.narrowed(columns, feature)
             if columns.numel():
                 after = (columns.clamp_min(0) + unroll).to(feature.device)

@@ -208,15 +208,17 @@ def _lines(curve: Path) -> list[dict[str, Any]]:
 
 
 def _pieces(
-    paths: Sequence[Path], order: Sequence[tuple[int, int]], plan: FitPlan, first: int
+    paths: Sequence[Path], steps: Sequence[tuple[int, int]], plan: FitPlan, first: int
 ) -> Iterator[tuple[int, list[Texts]]]:
     """Yield each step's texts from step ``first`` on, in pieces of ``plan.part``."""
     at, read = -1, None
-    for step in range(first, len(order)):
-        part, row = order[step]
+    for step in range(first, len(steps)):
+        part, row = steps[step]
         if part != at or read is None:
             read, at = Texts.read(paths[part]), part
-        yield step, [read.rows(slice(start, start + plan.part)) for start in range(row, row + plan.rows, plan.part)]
+        some = read.rows(slice(row, row + plan.rows))
+        order = some.length.argsort(stable=True)  # texts of similar lengths are padded least
+        yield step, [some.rows(order[start : start + plan.part]) for start in range(0, plan.rows, plan.part)]
 
 
 def _save(trainer: Trainer[Any], path: Path, facts: str) -> None:

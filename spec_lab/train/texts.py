@@ -6,19 +6,15 @@ Letters: B texts, T tokens of the longest, k kinds of hidden states, H hidden si
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.tensors import read_tensors, save_tensors
-
-
-def generator_of(ids: Tensor, seed: int) -> torch.Generator:
-    """Return a generator of random numbers that a text with these tokens ``[T]`` has whenever it is seen."""
-    return torch.Generator().manual_seed(zlib.crc32(ids.cpu().numpy().tobytes(), seed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +39,15 @@ class Texts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, rows: slice) -> Texts:
-        """Some of the texts."""
-        hidden, written = (None if kept is None else kept[rows] for kept in (self.hidden, self.written))
-        return Texts(self.ids[rows], self.first[rows], self.length[rows], hidden, written)
+    def rows(self, rows: slice | Tensor) -> Texts:
+        """Some of the texts, without the padding that none of them needs."""
+        length = self.length[rows]
+        longest = int(length.max()) if len(length) else 0
+        ids, hidden, written = (
+            None if kept is None else kept[rows, :longest] for kept in (self.ids, self.hidden, self.written)
+        )
+        assert ids is not None
+        return Texts(ids, self.first[rows], length, hidden, written)
 
     def to(self, device: torch.device) -> Texts:
         """The same texts on a device; what says which tokens are learned stays on the host."""
@@ -68,6 +69,11 @@ class Texts:
         places = torch.arange(ahead, self.ids.shape[1], device=self.first.device)
         learned = (places >= self.first[:, None]) & (places < self.length[:, None])
         return learned if self.written is None else learned & self.written[:, ahead:]
+
+    def generators(self, seed: int) -> Iterator[torch.Generator]:
+        """Yield for each text a generator of random numbers that it has whenever it is seen."""
+        for ids, length in zip(self.ids.cpu(), self.length.tolist(), strict=True):
+            yield torch.Generator().manual_seed(zlib.crc32(ids[:length].numpy().tobytes(), seed))
 
     def answers(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each answer's tokens ``[n]``, after the states from which they were chosen ``[n, k * H]``."""
@@ -100,3 +106,12 @@ class Texts:
             tensors["first"] = torch.full((rows,), 0 if prefix == length else prefix)
             tensors["length"] = torch.full((rows,), length)
         return Texts(ids, tensors["first"], tensors["length"], tensors.get("hidden"), tensors.get("written"))
+
+
+def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending
+    """The most frequent tokens among those that the target wrote."""
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for path in paths:
+        text = Texts.read(path, hidden=False)
+        counts += np.bincount(text.ids[text.counts(0)].numpy(), minlength=vocabulary)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:width]))

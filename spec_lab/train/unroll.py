@@ -20,6 +20,7 @@ from torch import Tensor
 from spec_lab.runners.attention import FULL, SPANS, AttentionKind
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.attention import HIDDEN, merged_attention
+from spec_lab.train.texts import Texts
 
 
 def packed(mask: Tensor) -> Tensor:
@@ -48,6 +49,24 @@ def columns_of(learned: Tensor, unrolls: int, kept: Sequence[Tensor] = ()) -> li
         columns.append(packed(needed & kept[unroll] if kept else needed))
     every = torch.arange(learned.shape[1], device=learned.device)
     return [every.expand(len(learned), -1), *reversed(columns)]
+
+
+def drawn_columns(text: Texts, unrolls: int, retention: float, minimum: float, seed: int) -> list[Tensor]:
+    """Return to which columns each unroll is limited, ``[B, T - 1]``: fewer with each, drawn at random.
+
+    Source: P-EAGLE (2602.01469), after PARD (2504.18583, conditional drop of tokens).
+
+    Args:
+        text: has the same columns whenever it is seen.
+        unrolls: their number.
+        retention: unroll k keeps a share ``max(retention ** k, minimum)`` of the columns.
+        minimum: see there.
+        seed: of the columns.
+    """
+    device, count = text.first.device, text.ids.shape[1] - 1
+    orders = [torch.randperm(count, generator=drawn, device=device) for drawn in text.generators(seed)]
+    rank = torch.stack(orders) / max(1, count)
+    return [rank < max(retention**unroll, minimum) for unroll in range(unrolls)]
 
 
 @dataclass(eq=False)

@@ -16,10 +16,11 @@ WIDTH = 32
 
 
 def level(recipe, w, target, ids, hidden, anchor, k):  # noqa: F811
-    """Logits ``[V]`` of a level before and after the head's correction, and its row's normed output, by the oracle."""
+    """Logits ``[W]`` of a level before and after the head's correction, and its row's normed output, by the oracle."""
     parts, taps = (embedding(target), lm_head(target)), hidden[:anchor, :-WIDTH]
     block = int(ids[anchor]), VOCABULARY - 1, recipe.block_size
-    normed, logits = oracle.rows(w, *parts, taps, *block, SIZES, 10000.0)
+    kinds = [(recipe.window, recipe.causal)] * recipe.layers
+    normed, logits = oracle.rows(w, *parts, taps, *block, SIZES, 10000.0, kinds=kinds)
     path = ids[anchor : anchor + 1 + k].tolist()
     row = k if recipe.predicts_next else k + 1
     fields = parts[0], 1, recipe.candidates
@@ -34,26 +35,32 @@ def test_the_loss_of_every_level_is_that_of_plain_forwards(name, target, tmp_pat
     started.module.eval()
     started.objective.advance(0.25)
     loss, measured = started.objective(text)
-    w, total = published(recipe, started.module, target, tmp_path), 0.0
+    w, total, drafted = published(recipe, started.module, target, tmp_path), 0.0, started.module.ids.tolist()
+    drafted = drafted or [*range(VOCABULARY)]
     for k, achieved in enumerate(measured):
         rows = []
         for ids, hidden, first, length in zip(text.ids, text.hidden, text.first, text.length, strict=True):
             for anchor in range(max(1, int(first) - 1), int(length) - 1 - k):
                 alone, corrected, normed = level(recipe, w, target, ids, hidden, anchor, k)
-                p, token = (lm_head(target) @ hidden[anchor + k, -WIDTH:]).softmax(-1), ids[anchor + k + 1]
+                every, written = (lm_head(target) @ hidden[anchor + k, -WIDTH:]).softmax(-1), int(ids[anchor + k + 1])
+                best, p, known = every.argmax(), every[drafted], written in drafted
+                token = drafted.index(written) if known else 0
                 q, u = corrected.softmax(-1), alone.softmax(-1)
                 alpha, more = torch.minimum(p, q).sum(), 0.0
-                value = -(p * u.log()).sum() if recipe.loss == "kl" else -q[token].log()
+                value = -(p / p.sum() * u.log()).sum() if recipe.loss == "kl" else -q[token].log()
                 if recipe.kind == "domino":
                     value = 0.25 * value + 0.75 * -u[token].log()
                 if recipe.l1:
                     value = (1 - recipe.l1) * value + recipe.l1 * (p - q).abs().sum()
                 if recipe.kind == "dflash2":
-                    more = selected(w, alone, normed, ids[anchor + k], token, recipe.candidates)
+                    more = known * selected(w, alone, normed, ids[anchor + k], token, recipe.candidates)
                 if recipe.confidence:
                     more = binary_cross_entropy(oracle.confidence(w, normed, ids[anchor + k])[0], alpha)
-                rows.append(torch.stack([value, alpha, (p.argmax() == q.argmax()).double(), torch.as_tensor(more)]))
-        expected = torch.stack(rows).mean(0)
+                agreed = best == drafted[q.argmax()]
+                learned = known if recipe.loss == "ce" else int(best) in drafted
+                rows.append([value * learned, alpha, agreed, more, learned])
+        sums = torch.tensor(rows, dtype=torch.float64).sum(0)
+        expected = sums[:4] / torch.tensor([sums[4], *[len(rows)] * 3])
         torch.testing.assert_close(torch.stack([*achieved[:3]]), expected[:3], rtol=1e-6, atol=1e-8)
         assert achieved.rows == len(rows)
         total += recipe.decay**k * float(expected[0] + expected[3])

@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from spec_lab.drafters.eagle.train import frequent
 from spec_lab.train.fit import CHECKPOINT, FitPlan, fit, order_of, saved_steps
 from spec_lab.train.objectives import Measured
-from spec_lab.train.texts import Texts
+from spec_lab.train.texts import Texts, frequent
 from spec_lab.train.trainer import Plan, Trainer
 
 PLAN = FitPlan(2.0, rows=4, part=2, warmup=2, every=3, plan=Plan(muon_rate=1e-2, adamw_rate=1e-2))

@@ -2,6 +2,7 @@
 
 import torch
 
+from spec_lab.runners.attention import AttentionKind
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls, columns_of, packed
@@ -44,6 +45,18 @@ def test_rows_of_a_narrowed_unroll_attend_as_all_rows_do():
     mixed = reader.attend(query.gather(2, rows.expand(-1, 2, -1, -1)), Softmax())
     for row, place in (second >= 0).nonzero().tolist():
         torch.testing.assert_close(mixed[row, place], whole[row, second[row, place]])
+
+
+def test_windows_of_unrolls_end_at_their_columns():
+    """Unroll k attends to W columns up to its own, and to all unrolls before it there."""
+    unrolls, kind = Unrolls({0: AttentionKind(2, anchored=True)}), AttentionKind(2)
+    for _ in range(3):
+        reader, _ = unrolls.update(torch.zeros(1, 1, 5, 4, dtype=FLOAT), torch.zeros(1, 1, 5, 4, dtype=FLOAT), 0)
+    band = [[int(0 <= query - key < 2) for key in range(5)] for query in range(5)]
+    assert (reader.mask[0, 0] == 0).int().tolist() == band and reader.private_mask.tolist() == [[0, 0]]
+    unrolls.kinds = {0: kind}  # windows that end at each row: unroll 3 is at position j + 3
+    reader, _ = unrolls.update(torch.zeros(1, 1, 5, 4, dtype=FLOAT), torch.zeros(1, 1, 5, 4, dtype=FLOAT), 0)
+    assert not bool((reader.mask == 0).any()) and reader.private_mask.tolist() == [[-torch.inf, 0, 0]]
 
 
 def test_p_eagle_learns_later_levels_in_fewer_columns(target, tmp_path):  # noqa: F811

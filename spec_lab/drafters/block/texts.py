@@ -15,7 +15,7 @@ from torch import Tensor
 from spec_lab.runners.attention import FULL, AttentionKind
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.attention import HIDDEN, merged_attention
-from spec_lab.train.texts import Texts, generator_of
+from spec_lab.train.texts import Texts
 
 
 def draw_anchors(text: Texts, count: int, seed: int) -> Tensor:
@@ -27,9 +27,9 @@ def draw_anchors(text: Texts, count: int, seed: int) -> Tensor:
     counts[:, 0] = False  # before which there are no features
     width = max(1, min(count, int(counts.sum(1).max())))
     drawn = torch.zeros(len(counts), width, dtype=torch.long, device=counts.device)
-    for ids, learned, row in zip(text.ids, counts, drawn, strict=True):
+    for generator, learned, row in zip(text.generators(seed), counts, drawn, strict=True):
         places = learned.nonzero()[:, 0]
-        order = torch.randperm(len(places), generator=generator_of(ids, seed), device=places.device)
+        order = torch.randperm(len(places), generator=generator, device=places.device)
         chosen = places[order[:width]].sort().values
         row[: len(chosen)] = chosen
     return drawn

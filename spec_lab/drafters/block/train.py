@@ -30,7 +30,7 @@ from spec_lab.train.chain import truth_after
 from spec_lab.train.objectives import ChainLoss, Chains, Measured, Truth, Weights, chain_loss, compare
 from spec_lab.train.pieces import again, joined, rows_at_once, summed
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
-from spec_lab.train.texts import Texts
+from spec_lab.train.texts import Texts, frequent
 
 Positive = Annotated[float, Number(0)]
 ZERO = ("head.markov_w2.weight", "head.widen.weight", "head.successor.weight", "kernel_projection.weight")
@@ -62,6 +62,10 @@ class BlockRecipe(Recipe):
         mask_token: number of a token that texts do not contain; None: the last one.
         intermediate_size: of the MLP; None: as in the target.
         heads: attention heads; None: as in the target.
+        window: W, the sliding window of all layers; None: full attention.
+        causal: whether the rows of a block attend to rows before them only.
+        draft_vocab_size: W, tokens that are drafted, the most frequent of the target's texts, by an LM head of the
+            drafter's own, which begins as the target's rows; None: all, by the target's.
     """
 
     kind: Kind = "dflash"
@@ -83,6 +87,9 @@ class BlockRecipe(Recipe):
     mask_token: Annotated[int, Whole(0)] | None = None
     intermediate_size: Count | None = None
     heads: Count | None = None
+    window: Count | None = None
+    causal: bool = False
+    draft_vocab_size: Count | None = None
     name: ClassVar = "block"
 
     def __post_init__(self) -> None:
@@ -118,7 +125,8 @@ class BlockRecipe(Recipe):
         if self.kind == "domino":
             return HeadSettings("domino", self.rank, state_size=self.state_size, uncorrected=1)
         if self.kind == "dflash2":
-            return HeadSettings("selector", self.rank, candidates=min(self.candidates, target.vocabulary))
+            drafted = min(self.draft_vocab_size or target.vocabulary, target.vocabulary)
+            return HeadSettings("selector", self.rank, candidates=min(self.candidates, drafted))
         return HeadSettings(self.markov, self.rank) if self.kind == "dspark" and self.rank else None
 
     def _settings(self, target: Target) -> BlockSettings:
@@ -132,6 +140,8 @@ class BlockRecipe(Recipe):
             self.layers, self.predicts_next, head=head, conv_taps=2 * second,
             confidence=h + (head.rank if head else 0) if self.confidence else 0,
             conv_group=next(group for group in (16, 8, 4, 2, 1) if h % group == 0),
+            draft_vocab_size=min(self.draft_vocab_size, v) if self.draft_vocab_size else None,
+            windows=(self.window,) * self.layers if self.window else (), causal=(self.causal,) * self.layers,
         )  # fmt: skip
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
@@ -143,6 +153,9 @@ class BlockRecipe(Recipe):
                     parameter.zero_()
                 if name.endswith("base_kernel"):
                     parameter.zero_()[:, 0] = 1
+            if network.lm_head is not None:
+                network.ids = frequent(paths, target.vocabulary, network.lm_head.out_features).to(target.lm.device)
+                network.lm_head.weight.copy_(target.services.lm_head_rows(network.ids).weight)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
         network.services = head  # type: ignore[assignment]  # with gradients
@@ -222,7 +235,7 @@ class BlockObjective:
         if not bool(present.any()):
             nothing = outputs.sum() * 0 + sum(parameter.sum() * 0 for parameter in network.parameters())
             return nothing, [Measured(nothing.detach(), nothing.detach(), nothing.detach(), 0)] * levels
-        truth = truth_after(text, self.target, self.dtype, final=h)
+        truth = truth_after(text, self.target, self.dtype, network.ids if network.lm_head else None, h)
         size, number = max(1, rows_at_once(truth.p.shape[1], device) // levels), number.to(device)
         if recipe.loss == "tau" or recipe.weights != "decay":
             given = truth.p, truth.best, truth.token
@@ -303,9 +316,12 @@ class BlockObjective:
 
 
 def _selected(head: SelectorHead, logits: Tensor, hidden: Tensor, above: Tensor, truth: Truth) -> Tensor:
-    """The cross-entropy ``[N]`` of the texts' own tokens among the selector's candidates, which they join."""
-    tokens = logits.topk(head.candidates, -1).indices
-    held = (tokens == truth.token[:, None]).any(-1)
+    """The cross-entropy ``[N]`` of the texts' own tokens among the selector's candidates, which they join.
+
+    It is 0 of tokens that are not drafted.
+    """
+    tokens, drafted = logits.topk(head.candidates, -1).indices, truth.token >= 0
+    held = (tokens == truth.token[:, None]).any(-1) | ~drafted
     tokens[:, -1] = torch.where(held, tokens[:, -1], truth.token)
     scores = head.scores(logits, hidden, above, tokens)
-    return cross_entropy(scores, (tokens == truth.token[:, None]).int().argmax(-1), reduction="none")
+    return drafted * cross_entropy(scores, (tokens == truth.token[:, None]).int().argmax(-1), reduction="none")

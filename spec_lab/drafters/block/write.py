@@ -9,11 +9,12 @@ import torch
 
 from spec_lab.drafters.block.layout import ARCHITECTURES, BLOCK, INNER, Kind
 from spec_lab.drafters.block.network import BlockNetwork
-from spec_lab.drafters.drafter_files import write_drafter
+from spec_lab.drafters.drafter_files import draft_tables, write_drafter
+from spec_lab.drafters.layer_conventions import window_fields
 
 
 def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[str, str], dtype: torch.dtype) -> str:
-    """Write a block drafter that drafts with the target's embedding and LM head; return the SHA-256 of its weights.
+    """Write a block drafter that reads the target's embedding; return the SHA-256 of its weights.
 
     Args:
         network: its layers.
@@ -27,6 +28,8 @@ def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[
         "projector_type": kind, "mask_token_id": settings.mask_token,
         "target_layer_ids": [tap - 1 for tap in settings.taps], "sample_from_anchor": settings.predicts_next,
     }  # fmt: skip
+    if settings.windows or any(settings.causal):
+        inner |= {"causal": any(settings.causal)}
     if kind == "dspark":
         inner |= {"markov_rank": head.rank if head else 0, "enable_confidence_head": bool(settings.confidence)}
         inner |= {"markov_head_type": head.kind} if head else {}
@@ -40,6 +43,10 @@ def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[
     config = dict(settings.layer) | {
         "architectures": [next(name for name, known in ARCHITECTURES.items() if known == kind)],
         "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size, "block_size": settings.block_size,
-        INNER: inner,
+        **window_fields(settings.windows), INNER: inner,
     }  # fmt: skip
-    return write_drafter(folder, config, BLOCK.named(network), facts, dtype)
+    tensors = BLOCK.named(network)
+    if network.lm_head is not None:
+        config |= {"draft_vocab_size": len(network.ids)}
+        tensors |= draft_tables(network.ids, settings.vocab_size)
+    return write_drafter(folder, config, tensors, facts, dtype)

@@ -35,7 +35,7 @@ from torch import Tensor
 from spec_lab.core.options import brief
 from spec_lab.drafters.config_fields import LAYER, Fields, Meanings
 from spec_lab.drafters.draft_layers import read_interleaved
-from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
+from spec_lab.drafters.drafter_files import DrafterFiles, draft_tables, write_drafter
 from spec_lab.drafters.eagle.conventions import (
     NORMS,
     TABLES,
@@ -52,7 +52,7 @@ from spec_lab.drafters.eagle.conventions import (
     unused,
 )
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
-from spec_lab.drafters.layer_conventions import choose_positions, settle_taps
+from spec_lab.drafters.layer_conventions import choose_positions, settle_taps, window_fields
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.target import Target
 
@@ -296,10 +296,7 @@ def write_eagle3(
     settings: Eagle3Settings = network.settings
     tensors = layout.named(network)
     if settings.draft_vocab_size is not None:
-        ids = network.ids.cpu()
-        kept = torch.zeros(settings.vocab_size, dtype=torch.bool)
-        kept[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": kept}
+        tensors |= draft_tables(network.ids, settings.vocab_size)
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -311,7 +308,8 @@ def write_eagle3(
             "verifier": {"name_or_path": target, "architectures": [architecture]},
         },
         "transformer_layer_config": dict(settings.layer)
-        | {"num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size},
+        | {"num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size}
+        | window_fields(settings.windows),
         "draft_vocab_size": settings.draft_vocab_size,
         "target_hidden_size": settings.target_hidden_size,
         TAPS: list(settings.taps),

@@ -5,12 +5,12 @@ Source: EAGLE-3 (2503.01840, section 3.2: unrolled steps, soft cross-entropy on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +25,8 @@ from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled
 from spec_lab.train.objectives import ChainLoss, Weights
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
-from spec_lab.train.texts import Texts
+from spec_lab.train.texts import Texts, frequent
+from spec_lab.train.unroll import drawn_columns
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Eagle3Recipe(Recipe):
         intermediate_size: of the MLP; None: as in the target.
         heads: attention heads; None: as in the target, of which the head has the hidden size.
         from_target: begin as the target's last layer and final norm (``begin_as_target``), not with random weights.
+        window: W, the sliding window of all layers, which ends at the column of an unroll (``AttentionKind.anchored``);
+            None: full attention.
+        retention: unroll k is learned in a share ``max(retention ** k, min_retention)`` of the columns, drawn at
+            random; 1 for all, as in the paper. A text has the same ones whenever it is seen.
+        min_retention: see there.
     """
 
     unrolls: Annotated[int, Whole(1, 64)] = 7
@@ -57,6 +63,9 @@ class Eagle3Recipe(Recipe):
     intermediate_size: Count | None = None
     heads: Count | None = None
     from_target: bool = False
+    window: Count | None = None
+    retention: Share = 1.0
+    min_retention: Share = 0.2
     name: ClassVar = "eagle3"
 
     def __post_init__(self) -> None:
@@ -88,7 +97,10 @@ class Eagle3Recipe(Recipe):
         h, v = target.services.hidden_size, target.vocabulary
         layer = layer_of(target, self.heads, self.intermediate_size)
         width = min(self.draft_vocab_size or v, v)
-        return Eagle3Settings(layer, h, h, v, self._taps(target), width, self.layers)
+        windows = (self.window,) * self.layers if self.window else ()
+        return Eagle3Settings(
+            layer, h, h, v, self._taps(target), width, self.layers, windows=windows, anchored=bool(windows)
+        )
 
     def _network(self, target: Target) -> Eagle3:
         return Eagle3(self._settings(target))
@@ -108,11 +120,17 @@ class Eagle3Recipe(Recipe):
                 begin_as_target(network, target.model.model)
         network.requires_grad_(True).train()
         head = TargetHead.of(target)
-        objective = self._objective(network, head, target.lm.dtype)
+        objective = self._objective(network, head, target.lm.dtype, seed)
         return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
 
-    def _objective(self, network: Any, head: TargetHead, dtype: torch.dtype) -> ChainObjective:
-        return eagle3_objective(network, head, dtype, self.unrolls, self.decay, self.loss, self.weights)
+    def _objective(self, network: Any, head: TargetHead, dtype: torch.dtype, seed: int) -> ChainObjective:
+        kept = partial(self._kept, network, seed)
+        return eagle3_objective(network, head, dtype, self.unrolls, self.decay, self.loss, self.weights, kept)
+
+    def _kept(self, network: Any, seed: int, text: Texts) -> Sequence[Tensor]:
+        if not network.training or self.retention == 1:
+            return ()
+        return drawn_columns(text, self.unrolls, self.retention, self.min_retention, seed)
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: in the format of speculators."""
@@ -132,6 +150,7 @@ def eagle3_objective(
     decay: float = 0.8,
     kind: ChainLoss = "kl",
     weights: Weights = "decay",
+    kept: Callable[[Texts], Sequence[Tensor]] = lambda text: (),
 ) -> ChainObjective:
     """Return the loss of an EAGLE-3 head: the sum over unrolls, each ``decay`` times the one before it.
 
@@ -143,6 +162,7 @@ def eagle3_objective(
         decay: weight of an unroll over that of the one before it.
         kind: of loss.
         weights: of the unrolls.
+        kept: to which columns of texts each unroll is limited (``train.unroll.columns_of``).
     """
     final, normed = network.settings.target_hidden_size, network.settings.norm_output == "feedback"
 
@@ -157,7 +177,7 @@ def eagle3_objective(
 
     drafts = Unrolled(
         run, lambda embedded, feature: torch.cat([embedded, feature], -1), lm_head, unrolls,
-        lambda hidden: network.features(hidden[..., :-final]), network.kinds,
+        lambda hidden: network.features(hidden[..., :-final]), network.kinds, kept,
     )  # fmt: skip
     return ChainObjective(network, drafts, target, dtype, decay, kind, ids=network.ids, final=final, weights=weights)
 
@@ -195,12 +215,3 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
     assert network.fc is not None
     network.fc.weight *= 0.1
     network.fc.weight[:, -h:] += torch.eye(h, device=network.fc.weight.device)
-
-
-def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending
-    """The most frequent tokens among those that the target wrote."""
-    counts = np.zeros(vocabulary, dtype=np.int64)
-    for path in paths:
-        text = Texts.read(path, hidden=False)
-        counts += np.bincount(text.ids[text.counts(0)].numpy(), minlength=vocabulary)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:width]))

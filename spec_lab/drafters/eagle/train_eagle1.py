@@ -24,7 +24,7 @@ from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled, truth_after
 from spec_lab.train.objectives import Loss, Measured, Truth, mean_losses
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead, layer_of
-from spec_lab.train.texts import Texts, generator_of
+from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls
 
 NOISE = 0.2 * 512
@@ -129,8 +129,8 @@ class Eagle1Objective:
         """Uniform between -1/2 and 1/2, times ``NOISE`` over the length of each text."""
         assert text.hidden is not None
         noise = torch.empty(text.hidden.shape, device="cpu")  # the same on every device
-        for row, ids in zip(noise, text.ids, strict=True):
-            row.uniform_(-0.5, 0.5, generator=generator_of(ids, self.seed))
+        for row, generator in zip(noise, text.generators(self.seed), strict=True):
+            row.uniform_(-0.5, 0.5, generator=generator)
         return noise.to(text.ids.device) * (self.noise * NOISE / text.length.to(text.ids.device)[:, None, None])
 
 

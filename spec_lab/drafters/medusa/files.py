@@ -6,6 +6,7 @@ of the tensors tell the layout. K heads, L layers, H hidden size, V vocabulary, 
 - This package's: ``weight [K, L, H, H]``, ``bias [K, L, H]``, and the target's LM head; of a trunk (``medusa.network``)
   ``trunk_in.weight [W, 2H]``, ``trunk_in.bias [W]``, ``trunk_out.weight [H, W]`` and ``trunk_out.bias [H]``. The config
   has hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, target_sha256 and, with a trunk, trunk_size.
+  With draft_vocab_size, ``token_map [D]`` holds the tokens that are drafted, by those rows of the target's LM head.
 - FasterDecoding's, in ``model.safetensors`` or ``medusa_lm_head.safetensors``: ``{k}.{l}.linear.weight [H, H]``,
   ``{k}.{l}.linear.bias [H]`` and an LM head for each head, ``{k}.{L}.weight [V, H]``. Configs of the heads for Vicuna
   state two heads where the files hold five, so the tensors are counted.
@@ -48,9 +49,19 @@ TRUNK = (
     Entry("trunk_in.weight", "trunk.0", "W 2H"), Entry("trunk_in.bias", "trunk.1", "W"),
     Entry("trunk_out.weight", "trunk.2", "H W"), Entry("trunk_out.bias", "trunk.3", "H"),
 )  # fmt: skip
+TOKEN_MAP = Entry("token_map", "", "D")
 OWN_FIELDS = Fields(
     "Medusa heads in this package's layout",
-    {"hidden_size", "vocab_size", "num_heads", "num_layers", "trunk_size", "shared_lm_head", "target_sha256"},
+    {
+        "hidden_size",
+        "vocab_size",
+        "num_heads",
+        "num_layers",
+        "trunk_size",
+        "shared_lm_head",
+        "target_sha256",
+        "draft_vocab_size",
+    },
 )
 PUBLISHED = Fields(
     "Medusa heads",
@@ -117,13 +128,17 @@ def _read_own(files: DrafterFiles) -> Heads:
             "the Medusa heads at %s were trained on other weights than %s: the output distribution is still the "
             "target's, but fewer tokens will be accepted", files.folder, target.name,
         )  # fmt: skip
-    wanted = Layout("Medusa", HEADS + (TRUNK if sizes["W"] else ())).of_file(files.shapes, **sizes)
+    sizes["D"] = files.whole("draft_vocab_size", 0, minimum=0)
+    more = (*(TRUNK if sizes["W"] else ()), *((TOKEN_MAP,) if sizes["D"] else ()))
+    wanted = Layout("Medusa", HEADS + more).of_file(files.shapes, **sizes)
     refuse_misfits(files.folder, misfits(wanted.shapes, files.shapes))
     lm = target.lm
-    weight, bias, *trunk = (files.tensor(name, lm.dtype).to(lm.device) for name in wanted.shapes)
+    weight, bias, *trunk = (files.tensor(name, lm.dtype).to(lm.device) for name in wanted.shapes if name != "token_map")
     services = target.services
     mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), services.embed) if trunk else None
-    return Heads(weight, bias, services.lm_head, mixing)
+    heads = Heads(weight, bias, services.lm_head, mixing)
+    tokens = _token_map(files, sizes["D"])
+    return heads if tokens is None else heads.trimmed(tokens.cpu(), target)
 
 
 def _read_published(files: DrafterFiles, wanted: Tensors) -> Heads:

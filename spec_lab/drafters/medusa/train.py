@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from spec_lab.core.options import Count, Share, Whole
 from spec_lab.drafters.drafter_files import write_drafter
@@ -25,7 +25,7 @@ from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead
-from spec_lab.train.texts import Texts
+from spec_lab.train.texts import Texts, frequent
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class MedusaRecipe(Recipe):
             or "tau" (-E[tau]); see ``train.objectives``.
         layout: of the files. "own": the heads share the target's LM head; "medusa": that of Medusa's authors, in which
             each head has an LM head of its own, which is trained too. It has no trunk.
+        draft_vocab_size: D, tokens that are drafted, the most frequent of the target's texts; None: all. Of the layout
+            "own": the heads compute those rows of the target's LM head.
     """
 
     heads: Count = 4
@@ -51,12 +53,17 @@ class MedusaRecipe(Recipe):
     decay: Share = 1.0
     loss: ChainLoss = "kl"
     layout: Literal["own", "medusa"] = "own"
+    draft_vocab_size: Count | None = None
     name: ClassVar = "medusa"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layout == "medusa" and self.trunk:
             raise ValueError("task.recipe.layout=medusa has no trunk: set task.recipe.trunk=0 or layout=own")
+        if self.layout == "medusa" and self.draft_vocab_size is not None:
+            raise ValueError(
+                "task.recipe.layout=medusa has rows for all tokens: set task.recipe.draft_vocab_size=null or layout=own"
+            )
 
     @property
     def depth(self) -> int:
@@ -68,12 +75,15 @@ class MedusaRecipe(Recipe):
         head, h = TargetHead.of(target), target.services.hidden_size
         network = MedusaNetwork(self.heads, self.layers, h, self.trunk, head, self.layout == "medusa")
         network.to(target.lm.device)
+        if self.draft_vocab_size is not None and self.draft_vocab_size < target.vocabulary:
+            network.draft(frequent(paths, target.vocabulary, self.draft_vocab_size), target)
         if network.trunk_in is not None:
             drawn = torch.randn(self.trunk, 2 * h, generator=torch.Generator().manual_seed(seed))
             network.trunk_in.weight.data.copy_(drawn * (2 * h) ** -0.5)
         weighting = self.decay, self.loss, head.embedding_scale
-        objective = ChainObjective(network, network, head, target.lm.dtype, *weighting, deterministic=True)
-        return Beginning(network.train(), objective, {"trunk": self.trunk}, partial(calibrate, target))
+        objective = ChainObjective(network, network, head, target.lm.dtype, *weighting, True, network.ids)
+        facts = {"trunk": self.trunk} | ({} if network.ids is None else {"draft_vocab_size": len(network.ids)})
+        return Beginning(network.train(), objective, facts, partial(calibrate, target))
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """See ``Recipe``: for embeddings that are not scaled."""
@@ -87,6 +97,8 @@ class MedusaRecipe(Recipe):
         tensors = module.tensors()
         if self.trunk:
             tensors["trunk_in.weight"][:, h:] *= TargetHead.of(target).embedding_scale
+        if module.ids is not None:
+            tensors["token_map"] = module.ids.cpu()
         return export_medusa(tensors, v, target.sha256, folder, facts)
 
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
@@ -132,17 +144,20 @@ class MedusaNetwork(nn.Module):
         self, heads: int, layers: int, hidden: int, width: int, target: TargetHead, own_lm_heads: bool
     ) -> None:
         super().__init__()
-        linear = nn.Linear
-        self.trunk_in = linear(2 * hidden, width) if width else None
-        self.trunk_out = linear(width, hidden) if width else None
-        self.heads = nn.ModuleList(nn.ModuleList(linear(hidden, hidden) for _ in range(layers)) for _ in range(heads))
+        self.trunk_in = nn.Linear(2 * hidden, width) if width else None
+        self.trunk_out = nn.Linear(width, hidden) if width else None
+        self.heads = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers)) for _ in range(heads)
+        )
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         self.counts, self.target, self.lm_heads = (heads, layers), target, nn.ModuleList()
+        self.ids: Tensor | None = None
+        self.rows: Callable[[Tensor], Tensor] = target.lm_head
         if own_lm_heads:
             rows = cast(nn.Linear, dense_copy(target.model.get_output_embeddings())).weight
             for _ in range(heads):
-                lm_head = linear(hidden, len(rows), bias=False)
+                lm_head = nn.Linear(hidden, len(rows), bias=False)
                 lm_head.weight.data.copy_(rows)
                 self.lm_heads.append(lm_head)
 
@@ -159,7 +174,20 @@ class MedusaNetwork(nn.Module):
         """``[n, H] -> [n, V]``."""
         for layer in self.heads[position].children():
             states = states + silu(layer(states))
-        return self.lm_heads[position](states) if len(self.lm_heads) else self.target.lm_head(states)
+        logits: Tensor = self.lm_heads[position](states) if len(self.lm_heads) else self.rows(states)
+        return logits
+
+    def draft(self, ids: Tensor, target: Target) -> None:
+        """Draft the tokens ``ids`` ``[D]`` only, by those rows of the target's LM head."""
+        rows = target.services.lm_head_rows(ids)
+        with torch.inference_mode(False):  # tensors of inference mode could not be kept for gradients
+            weight = rows.weight.detach().float().clone()
+            bias = None if rows.bias is None else rows.bias.detach().float().clone()
+
+        def logits(states: Tensor) -> Tensor:
+            return linear(states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype))
+
+        self.ids, self.rows = ids.to(target.lm.device), logits
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this package's layout in ``drafters.medusa.files``, in float32."""
@@ -203,7 +231,7 @@ def export_medusa(
         "trunk_size": len(tensors.get("trunk_in.bias", ())),
         "shared_lm_head": True,
         "target_sha256": target_sha256,
-    }
+    } | ({"draft_vocab_size": len(tensors["token_map"])} if "token_map" in tensors else {})
     return export_heads(tensors, config, folder, facts)
 
 
@@ -211,4 +239,5 @@ def export_heads(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], folder: Path, facts: Mapping[str, str]
 ) -> str:
     """Write tensors in bfloat16, and a config; return the SHA-256 of the weights file."""
-    return write_drafter(folder, config, {name: tensor.bfloat16() for name, tensor in tensors.items()}, facts)
+    rounded = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return write_drafter(folder, config, rounded, facts)

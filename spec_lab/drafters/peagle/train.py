@@ -7,8 +7,9 @@ levels are learned in fewer columns, drawn at random among those of the level be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
@@ -26,7 +27,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.recipe import Beginning, TargetHead
-from spec_lab.train.texts import Texts, generator_of
+from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import Unrolls, columns_of
 
 
@@ -39,9 +40,7 @@ class PEagleRecipe(Eagle3Recipe):
         decay: weight of a level's loss over that of the level before it.
         weights: see ``Eagle3Recipe``; so the options that are not named here.
         layers: decoder layers.
-        retention: level k is learned in a share ``max(retention ** k, min_retention)`` of the columns; 1 for all. A
-            text has the same ones whenever it is seen.
-        min_retention: see there.
+        retention: see ``Eagle3Recipe``; here as in the paper.
         mask_token: number of a token that texts do not contain; None: the last one.
     """
 
@@ -49,7 +48,6 @@ class PEagleRecipe(Eagle3Recipe):
     decay: Share = 0.8
     layers: Annotated[int, Whole(1, 64)] = 4
     retention: Share = 0.7
-    min_retention: Share = 0.2
     mask_token: Annotated[int, Whole(0)] | None = None
     name: ClassVar = "peagle"
 
@@ -66,15 +64,13 @@ class PEagleRecipe(Eagle3Recipe):
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
         begun = super().begin(target, paths, seed)
-        objective = cast(Any, begun.objective)
-        begun = replace(begun, objective=replace(objective, drafts=replace(objective.drafts, seed=seed)))
         every, module = torch.arange(target.vocabulary, device=target.lm.device), cast(Any, begun.module)
         with torch.no_grad():
             module.embed_tokens.weight.copy_(TargetHead(target.model).embed(every))
         return begun
 
-    def _objective(self, network: Any, head: TargetHead, dtype: torch.dtype) -> ChainObjective:
-        drafts = PEagleDrafts(network, self.unrolls, self.retention, self.min_retention)
+    def _objective(self, network: Any, head: TargetHead, dtype: torch.dtype, seed: int) -> ChainObjective:
+        drafts = PEagleDrafts(network, self.unrolls, partial(self._kept, network, seed))
         final = network.settings.target_hidden_size
         return ChainObjective(
             network, drafts, head, dtype, self.decay, self.loss, ids=network.ids, final=final, weights=self.weights
@@ -101,22 +97,18 @@ class PEagleDrafts:
     Args:
         network: in training.
         levels: how many tokens are drafted.
-        retention, min_retention: see ``PEagleRecipe``; in evaluation all columns are computed.
-        seed: of the columns that are kept.
+        kept: to which columns of texts each level is limited (``train.unroll.columns_of``).
     """
 
     network: PEagle
     levels: int
-    retention: float = 1.0
-    min_retention: float = 1.0
-    seed: int = 0
+    kept: Callable[[Texts], Sequence[Tensor]] = lambda text: ()
 
     def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the normed outputs of each level, ``[B, n, H]``, and their columns."""
-        network, cache, learned = self.network, Unrolls(self.network.kinds), text.counts(1)
+        network, cache = self.network, Unrolls(self.network.kinds)
         features = network.features(hidden[:, :-1, : -network.settings.target_hidden_size])
-        kept = self._kept(text, learned) if network.training else ()
-        for level, columns in enumerate(columns_of(learned, self.levels, kept)):
+        for level, columns in enumerate(columns_of(text.counts(1), self.levels, self.kept(text))):
             cache.narrowed(columns)
             if not columns.numel():
                 yield features[:, :0], columns
@@ -127,15 +119,6 @@ class PEagleDrafts:
                 x = network.masks(columns.shape[1]).expand(len(columns), -1, -1)
             positions = (columns.clamp_min(0) + level).to(x.device)
             yield network.norm(network(x, positions, cache)), columns
-
-    def _kept(self, text: Texts, learned: Tensor) -> list[Tensor]:
-        """Return for each level in which columns it is learned, ``[B, T - 1]``: the first ones of a random order."""
-        count = learned.shape[1]
-        orders = [
-            torch.randperm(count, generator=generator_of(ids, self.seed), device=learned.device) for ids in text.ids
-        ]
-        rank = torch.stack(orders) / max(1, count)
-        return [rank < max(self.retention**level, self.min_retention) for level in range(self.levels)]
 
     def logits(self, position: int, states: Tensor) -> Tensor:
         """``[n, H] -> [n, W]``."""
