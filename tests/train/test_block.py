@@ -107,6 +107,7 @@ def test_blocks_learn_a_text_by_heart(target):  # noqa: F811
     [
         ({"kind": "dflash2", "rank": 0}, r"task\.recipe\.rank must be at least 1"),
         ({"confidence": 1.0}, r"task\.recipe\.confidence must be 0 for task\.recipe\.kind=dflash"),
+        ({"kind": "dflash2", "draft_vocab_size": 9}, r"task\.recipe\.draft_vocab_size must be null"),
         ({"taps": (1, 1)}, r"task\.recipe\.taps"),
     ],
 )

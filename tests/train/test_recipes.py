@@ -65,15 +65,7 @@ RECIPES = {
     "block of dflash2": BlockRecipe(kind="dflash2", block_size=4, layers=1, rank=6, candidates=5, loss="kl"),
     "block of domino": BlockRecipe(kind="domino", block_size=3, predicts_next=True, layers=1, rank=6, state_size=8),
     "block of frequent tokens": BlockRecipe(
-        kind="dflash2",
-        block_size=3,
-        layers=1,
-        rank=6,
-        candidates=5,
-        draft_vocab_size=45,
-        window=3,
-        causal=True,
-        loss="kl",
+        kind="dspark", block_size=3, layers=1, rank=6, draft_vocab_size=45, window=3, causal=True
     ),
     "peagle": PEagleRecipe(unrolls=3, decay=0.5, layers=2, draft_vocab_size=None, taps=(0, 1, 2)),
     "pard": PardRecipe(depth=3, decay=0.5, hidden_size=16, layers=2, heads=2, intermediate_size=24),

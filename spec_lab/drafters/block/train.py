@@ -65,7 +65,7 @@ class BlockRecipe(Recipe):
         window: W, the sliding window of all layers; None: full attention.
         causal: whether the rows of a block attend to rows before them only.
         draft_vocab_size: W, tokens that are drafted, the most frequent of the target's texts, by an LM head of the
-            drafter's own, which begins as the target's rows; None: all, by the target's.
+            drafter's own, which begins as the target's rows; None: all, by the target's. DFlash2 drafts all.
     """
 
     kind: Kind = "dflash"
@@ -98,6 +98,11 @@ class BlockRecipe(Recipe):
             raise ValueError("task.recipe.taps must be null or a list of different numbers of hidden states")
         if self.kind in ("dflash2", "domino") and not self.rank:
             raise ValueError(f"task.recipe.rank must be at least 1 for task.recipe.kind={self.kind} (got 0)")
+        if self.kind == "dflash2" and self.draft_vocab_size is not None:
+            raise ValueError(
+                "task.recipe.draft_vocab_size must be null for task.recipe.kind=dflash2: files of DFlash2 have no "
+                "smaller vocabulary"
+            )
         if self.confidence and self.kind != "dspark":
             raise ValueError(
                 f"task.recipe.confidence must be 0 for task.recipe.kind={self.kind}: only dspark has a confidence head"
@@ -125,8 +130,7 @@ class BlockRecipe(Recipe):
         if self.kind == "domino":
             return HeadSettings("domino", self.rank, state_size=self.state_size, uncorrected=1)
         if self.kind == "dflash2":
-            drafted = min(self.draft_vocab_size or target.vocabulary, target.vocabulary)
-            return HeadSettings("selector", self.rank, candidates=min(self.candidates, drafted))
+            return HeadSettings("selector", self.rank, candidates=min(self.candidates, target.vocabulary))
         return HeadSettings(self.markov, self.rank) if self.kind == "dspark" and self.rank else None
 
     def _settings(self, target: Target) -> BlockSettings:
@@ -316,12 +320,9 @@ class BlockObjective:
 
 
 def _selected(head: SelectorHead, logits: Tensor, hidden: Tensor, above: Tensor, truth: Truth) -> Tensor:
-    """The cross-entropy ``[N]`` of the texts' own tokens among the selector's candidates, which they join.
-
-    It is 0 of tokens that are not drafted.
-    """
-    tokens, drafted = logits.topk(head.candidates, -1).indices, truth.token >= 0
-    held = (tokens == truth.token[:, None]).any(-1) | ~drafted
+    """The cross-entropy ``[N]`` of the texts' own tokens among the selector's candidates, which they join."""
+    tokens = logits.topk(head.candidates, -1).indices
+    held = (tokens == truth.token[:, None]).any(-1)
     tokens[:, -1] = torch.where(held, tokens[:, -1], truth.token)
     scores = head.scores(logits, hidden, above, tokens)
-    return drafted * cross_entropy(scores, (tokens == truth.token[:, None]).int().argmax(-1), reduction="none")
+    return cross_entropy(scores, (tokens == truth.token[:, None]).int().argmax(-1), reduction="none")
