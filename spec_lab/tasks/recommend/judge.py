@@ -212,12 +212,13 @@ def best_few(judged: Sequence[JudgedMode], batch: int, count: int, policies: boo
     """
     ranked = sorted((mode for mode in judged if batch in mode.speedup), key=lambda mode: -mode.at(batch))
     firsts: dict[Any, JudgedMode] = {}
+    tops: dict[Any, float] = {}
     for mode in ranked:
         adapts = mode.mode.policy == ADAPTIVE
         if adapts and not policies:
             continue
         of_kind = ADAPTIVE if adapts else mode.family
-        best = firsts.setdefault(of_kind, mode)
-        if mode.at(batch) > best.at(batch) * (1 - SAME) and mode.nodes < best.nodes:
+        best, top = firsts.setdefault(of_kind, mode), tops.setdefault(of_kind, mode.at(batch))
+        if mode.at(batch) > top * (1 - SAME) and mode.nodes < best.nodes:
             firsts[of_kind] = mode
     return sorted(firsts.values(), key=lambda mode: -mode.at(batch))[:count]

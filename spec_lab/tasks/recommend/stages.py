@@ -70,7 +70,6 @@ class Stages:
         groups: numbers of the prompts of each full group, in the order of recording.
         recorder: writes rows.
         limit: of the time.
-        names: under which arms are shown.
         bar: shows the seconds.
     """
 
@@ -81,7 +80,6 @@ class Stages:
     groups: Sequence[Sequence[int]]
     recorder: Recorder
     limit: TimeLimit
-    names: Mapping[str, str]
     bar: Progress
     refused: dict[str, str] = field(default_factory=dict)
     costs: dict[int, dict[int, float]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,11 +10,10 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS
-from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.results import recommendation
 from spec_lab.core.options import Count, Filled, Number, WrongOption, checked
 from spec_lab.core.progress import Progress
-from spec_lab.propose import Null
+from spec_lab.propose import Null, Proposer
 from spec_lab.replay.recorded_trees import VERIFIERS
 from spec_lab.results.schema import CHECK_COLUMNS, TIMING_COLUMNS, TURN_COLUMNS
 from spec_lab.results.writer import Recorder, Tables
@@ -23,7 +22,7 @@ from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.recommend.confirm import Confirmed
 from spec_lab.tasks.recommend.limits import TimeLimit
-from spec_lab.tasks.recommend.modes import WITHOUT_FILES, families_of
+from spec_lab.tasks.recommend.modes import WITHOUT_FILES, SpeculativeMode, families_of
 from spec_lab.tasks.recommend.stages import Stages
 from spec_lab.tasks.recommend.summary import check_projection, summarise
 from spec_lab.tasks.shell import Done, Task
@@ -67,7 +66,7 @@ def recommend(
     """
     console = console or Console()
     families = [*WITHOUT_FILES, *families_of(drafters)]
-    _check(lab, settings)
+    build = _check(lab, settings)
     if model is not None:
         check_projection(hardware, model)
     turns = lab.first_turns(settings)
@@ -83,8 +82,7 @@ def recommend(
     def work(facts: Mapping[str, Any]) -> Done:
         limit = TimeLimit(minutes * 60)
         with Progress(total=round(limit.seconds), desc=settings.name, unit="second") as bar:
-            assert lab.modes is not None
-            stages = Stages(lab, settings, families, lab.modes, groups, recorder, limit, names_in_manifest(facts), bar)
+            stages = Stages(lab, settings, families, build, groups, recorder, limit, bar)
             stages.measure_costs()
             stages.record()
             bar.set_postfix_str("judging")
@@ -105,8 +103,8 @@ def recommend(
     return Task(lab, settings, config, [BASELINE], work, left, recorder.parts, more, leaves=leaves).run(console)
 
 
-def _check(lab: Lab, settings: Settings) -> None:
-    """Refuse what a recommendation does not support.
+def _check(lab: Lab, settings: Settings) -> Callable[[SpeculativeMode], Proposer]:
+    """Return what builds modes; refuse what a recommendation does not support.
 
     Raises:
         ValueError: names the option and what to set.
@@ -133,6 +131,9 @@ def _check(lab: Lab, settings: Settings) -> None:
             f"prompts must hold at least {MIN_CLUSTERS * settings.batch_size} prompts, {MIN_CLUSTERS} groups of "
             f"batch_size={settings.batch_size}, over which intervals are computed; there are {groups} groups"
         )
+    if lab.modes is None:
+        raise ValueError("task=recommend builds its proposers from conf/: run it from the command line")
+    return lab.modes
 
 
 def _times(tables: Tables, facts: Mapping[str, Any], first: int, confirmed: Confirmed) -> dict[str, Any]:
