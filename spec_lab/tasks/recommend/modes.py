@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,13 +95,13 @@ class ModeFamily:
 
     Args:
         mode: the recorded one.
-        limits: options that limit the draft, by the limit of a subtree: ``depth``, ``children`` or ``nodes``. A depth
-            without an option is limited by ``policy=fixed``, which drafts the same tree without its lower levels.
+        limits: limits of a subtree that are options, ``depth`` or ``nodes``. Another depth is limited by
+            ``policy=fixed``, which drafts the same tree without its lower levels.
         tree: the option that names a static tree; empty for none.
     """
 
     mode: SpeculativeMode
-    limits: Mapping[str, str] = field(default_factory=dict)
+    limits: Collection[str] = ()
     tree: str = ""
 
     def limited(self, subtree: Subtree) -> SpeculativeMode | None:
@@ -114,7 +114,7 @@ class ModeFamily:
         policy: tuple[Any, ...] = (self.mode.policy, self.mode.policy_options)
         for limit, value in given.items():
             if limit in self.limits:
-                options[self.limits[limit]] = value
+                options[limit] = value
             elif limit == "depth":
                 policy = ("fixed", {"depth": value})
             else:
@@ -128,30 +128,33 @@ def _kept(tree: Choices, depth: int = UNLIMITED, children: int = UNLIMITED, node
     return tuple(within[:nodes])
 
 
-def _family(proposer: str, *limits: str, **options: Any) -> ModeFamily:
-    return ModeFamily(SpeculativeMode(proposer, options), {name: name for name in limits})
+def _family(proposer: str, **options: Any) -> ModeFamily:
+    """Return the family of a mode: its depth is an option, or its tree as widths, or neither."""
+    tree = "tree" * bool(re.fullmatch(r"[\dx]+", str(options.get("tree"))))
+    limits = [name for name in ("depth", *["nodes"] * (proposer == "ngram_tree")) if options.get(name)]
+    return ModeFamily(SpeculativeMode(proposer, options), limits, tree)
 
 
 LOOKED_UP = {"suffix": {"proposer": "suffix", "depth": 8}, "heads": {"proposer": "recycling", "tree": "4x2x1"}}
 """The parts of the union that needs no files: text looked up, and the likeliest tokens of computed rows."""
 
 WITHOUT_FILES = (
-    _family("ngram", "depth", depth=16),
-    _family("suffix", "depth"),
-    ModeFamily(SpeculativeMode("recycling", {"tree": "4x2x1x1"}), tree="tree"),
-    _family("ngram_tree", "depth", "nodes", nodes=24, depth=8),
-    ModeFamily(SpeculativeMode("union", {"parts": LOOKED_UP})),
-    _family("early_exit", "depth", depth=4),
+    _family("ngram", depth=16),
+    _family("suffix", depth=16),
+    _family("recycling", tree="4x2x1x1"),
+    _family("ngram_tree", nodes=24, depth=8),
+    _family("union", parts=LOOKED_UP),
+    _family("early_exit", depth=4),
     _family("lookahead"),
-    _family("pld_plus", "depth", depth=10),
-    _family("skip", "depth", depth=4),
-    _family("jacobi"),
-)  # fmt: skip
+    _family("pld_plus", depth=10),
+    _family("skip", depth=4),
+    _family("jacobi", depth=8),
+)
 """Families that need no files, those first that cost least to record and are most often the fastest."""
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "draft_chain": [{"depth": 8, "confidence": confidence} for confidence in (0, 0.4, 0.7)],
-    "medusa": [{"tree": "likeliest", "max_nodes": 32}, {"tree": "1x1x1x1"}],
+    "medusa": [{"tree": "likeliest", "max_nodes": 32}, {"tree": "4x2x1"}, {"tree": "1x1x1x1"}],
     "eagle": [{}, {"nodes": None, "rerank": False, "depth": 6}],
 }
 """How drafters that the user names are recorded; others once, as their files of ``conf/proposer`` have it."""
@@ -180,5 +183,5 @@ def families_of(drafters: Sequence[Any]) -> list[ModeFamily]:
                 f"drafters[{number}] must be NAME, NAME:PATH or {{proposer: NAME, path: PATH}}, with the name of a "
                 f"proposer such as eagle (got {brief(drafter)})"
             )
-        families += [_family(named, *["depth"] * bool(options.get("depth")), **options) for options in variants]
+        families += [_family(named, **options) for options in variants]
     return families

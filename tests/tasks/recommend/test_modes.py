@@ -46,7 +46,7 @@ TREES = ModeFamily(SpeculativeMode("recycling", {"tree": "3x2"}), tree="tree")
 @pytest.mark.parametrize(
     ("family", "subtree", "drafted"),
     [
-        (ModeFamily(SpeculativeMode("ngram", {"depth": 9}), {"depth": "depth"}), Subtree(depth=2), "ngram depth=2"),
+        (ModeFamily(SpeculativeMode("ngram", {"depth": 9}), ["depth"]), Subtree(depth=2), "ngram depth=2"),
         (ModeFamily(SpeculativeMode("suffix")), Subtree(depth=2), "suffix policy.depth=2"),
         (ModeFamily(SpeculativeMode("suffix")), Subtree(children=2), None),
         (TREES, Subtree(children=2), "recycling tree=2x2"),

@@ -98,7 +98,7 @@ def recorded(used, depth=6):
 
 @pytest.mark.parametrize(("per_node", "best"), [(0.0, 6), (0.15, 6), (10.0, 1)])
 def test_the_best_depth_follows_from_the_cost_of_a_node(per_node, best):
-    family = ModeFamily(SpeculativeMode("ngram", {"depth": 6}), {"depth": "depth"})
+    family = ModeFamily(SpeculativeMode("ngram", {"depth": 6}), ["depth"])
     costs = DraftCosts({1: {0: 1.0, 1: 1.0 + per_node, 6: 1.0 + 6 * per_node}})
     judged = judge(recorded(planted()), 0, family, Token(), costs, DraftingSeconds(0.0, 0.0, 6.0), 1)
     (chosen,) = best_few(judged, 1, 1)
@@ -110,7 +110,7 @@ def test_the_best_depth_follows_from_the_cost_of_a_node(per_node, best):
 
 
 def test_drafting_and_rows_beside_the_draft_are_paid_for():
-    family = ModeFamily(SpeculativeMode("ngram", {"depth": 6}), {"depth": "depth"})
+    family = ModeFamily(SpeculativeMode("ngram", {"depth": 6}), ["depth"])
     costs, trees = DraftCosts({1: {0: 1.0, 8: 1.8}}), recorded(planted())
     free, paid = (judge(trees, 0, family, Token(), costs, drafting, 1)[0]
                   for drafting in (DraftingSeconds(0, 0, 6), DraftingSeconds(0.5, 2.0, 6)))  # fmt: skip
@@ -160,7 +160,7 @@ def test_shuffled_drafts_are_not_recommended_and_the_page_says_why(tmp_path):
     assert chosen["mode"] == "none" and chosen["speedup"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert chosen["command"] == "spec-lab prompts=prose proposer=none"
     assert summary["conclusion"].startswith("Run no speculation") and summary["changes"][0].startswith("A better draft")
-    assert {"mode": "jacobi", "reason": "jacobi is not for this target"} in summary["refused"]
+    assert {"mode": "jacobi depth=8", "reason": "jacobi is not for this target"} in summary["refused"]
     assert summary["seconds"] <= 0.3 * 60 + 5
     page = report.write(tmp_path / "run").read_text()
     assert "Run no speculation" in page and "jacobi is not for this target" in page
