@@ -96,6 +96,8 @@ def dequantised(path: Path) -> Path:
         raise OSError(f"{path} is dequantised into the user's cache, and there is none: set SPEC_LAB_CACHE to a folder")
     sha256 = file_hash(path)
     folder = cache / "checkpoints" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.stem)[:64]}-{sha256[:16]}-{VERSION}"
+    if _complete(folder, sha256):
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         if not _complete(folder, sha256):

@@ -16,7 +16,7 @@ from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import gguf
 from spec_lab.models.target import Target
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.text.answers import AnsweredText, read_answers
+from spec_lab.text.answers import AnsweredText, is_run, read_answers
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.train.record import answer
 
@@ -110,10 +110,11 @@ def answers_of(
         known = known_answers(lab, settings, answers_from)
         number = len(known)
     first = number - max(1, round(held_out * number))
+    while known is not None and first > 0 and known[first - 1].name == known[first].name:
+        first -= 1  # the texts of one conversation stay together
     learned = [(place, repeat) for repeat in range(answers) for place in range(first)]
-    return Answers(
-        lab, settings, _writer(lab, generate), known, learned, [(place, 0) for place in range(first, number)]
-    )
+    rest = [(place, 0) for place in range(first, number)]
+    return Answers(lab, settings, _writer(lab, generate), known, learned, rest)
 
 
 def texts_hash(texts: Sequence[AnsweredText]) -> str:
@@ -128,6 +129,8 @@ def known_answers(lab: Lab, settings: Settings, path: str) -> list[AnsweredText]
         ValueError: as in ``read_answers``; no prompt leaves room for an answer.
     """
     target, template = lab.target, next((prompt.template for prompt in lab.prompts if prompt.template), ChatTemplate())
+    if not is_run(path) and not template.of(target.tokenizer):
+        log.warning("The tokenizer of %s has no chat template: the messages of %s are plain text", target.name, path)
     weights = {digest for digest in (target.sha256, target.source_sha256) if digest}
     read = read_answers(path, target.tokenizer, target.ends, template, weights)
     texts = [text for text in (text.cut(settings.max_new_tokens, target.context - 1) for text in read) if text.answers]

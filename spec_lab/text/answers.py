@@ -88,18 +88,25 @@ def read_answers(
             answer, or of which the template does not show an answer; no answers at all.
     """
     file = Path(path)
-    if file.is_dir() or file.suffix == ".parquet":
+    if is_run(path):
         texts = _of_run(file / REQUESTS if file.is_dir() else file, tokenizer, weights)
     else:
-        texts = []
+        texts, lines = [], dict[str, int]()
         for where, line, record in records(path, bounded=False):
             messages, tools = conversation_of(record, where)
             name = word(record, "id", where) or f"{file.stem}-{line}"
+            if lines.setdefault(name, line) != line:
+                raise Unreadable(f"{where}: the id '{name}' is also that of line {lines[name]}; ids must be unique")
             pieces = _pieces(messages, tools, template, tokenizer, where)
             texts += _texts(name, pieces, tokenizer, ends, record.get("complete") is not False, where)
     if not texts:
         raise Unreadable(f"{path} holds no answers")
     return texts
+
+
+def is_run(path: str) -> bool:
+    """Return whether answers are read from a run, not from a file of conversations."""
+    return Path(path).is_dir() or Path(path).suffix == ".parquet"
 
 
 @dataclass(frozen=True)

