@@ -263,7 +263,7 @@ def test_a_drafter_that_breaks_ends_the_check():
 def test_the_levels_of_readings_and_combinations_add_up_to_those_of_all():
     readings, best = tried({"taps": "c", "window": 8})
     assert [len(reading.changed) for reading in readings] == [0, 1, 1, 1, 2]
-    errors = [(1 - reading.level) * max(1, 2 * len(reading.changed) - 2) for reading in readings[1:]]
+    errors = [(1 - reading.level) / 2 * max(1, 2 * len(reading.changed) - 2) for reading in readings[1:]]
     assert sum(errors) == pytest.approx(0.025 + 0.0125) and best is readings[-1]
     assert best.tau == tau(best.texts, best.level) and best.tau.low < tau(best.texts).low
 

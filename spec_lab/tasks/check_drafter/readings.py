@@ -34,7 +34,7 @@ class TriedReading:
         texts: what the drafter predicted under it; None where it could not be measured.
         error: why not.
         gain: the expected tau minus that of the reading in use, paired by prompt.
-        level: of the intervals of gain and tau, which hold for all readings at once (``try_readings``).
+        level: of the intervals of gain and tau, whose lower ends hold for all readings at once (``try_readings``).
     """
 
     changed: Mapping[str, Any]
@@ -91,12 +91,12 @@ def try_readings(
     are worse than the reading in use. Of readings that cannot be told apart by tau the one with the largest alpha is
     taken, which varies less.
 
-    Chance explains a gain unless its interval, at the level of all readings, excludes it: the probabilities of an error
-    add up to ``ERROR`` at most (Bonferroni). Readings alone share one half of it, and the first round of combinations
-    half of the rest, the second half of what is then left, and so on, each divided by the comparisons of the round; a
-    combination is compared with the reading in use and with the best so far. Where nothing can be combined, readings
-    alone share all of it. The best reading's intervals are at its round's level, so that they hold although the same
-    texts chose it.
+    Chance explains a gain unless its interval, at the level of all readings, is above 0: the probabilities that chance
+    alone puts a lower end there add up to ``ERROR`` at most (Bonferroni). Readings alone share one half of it, and the
+    first round of combinations half of the rest, the second half of what is then left, and so on, each divided by the
+    comparisons of the round; a combination is compared with the reading in use and with the best so far. Where nothing
+    can be combined, readings alone share all of it. The best reading's intervals are at its round's level, so that
+    their lower ends hold although the same texts chose it.
 
     Args:
         proposer: as it is read.
@@ -114,7 +114,7 @@ def try_readings(
     others = proposer.reading.others if build is not None else []
     variants = prompt_variants(prompts, target) if prompts else []
     left = ERROR / 2 if len({convention for convention, *_ in others}) > 1 else 0.0
-    level = 1 - (ERROR - left) / max(1, len(others) + len(variants))
+    level = 1 - 2 * (ERROR - left) / max(1, len(others) + len(variants))
 
     def measured(
         changed: Mapping[str, Any], label: str, level: float, prompts: Sequence[Prompt] | None = None
@@ -141,7 +141,7 @@ def try_readings(
             if other.gain is not None and other.gain.high > 0 and not other.changed.keys() & best.changed.keys()
         ]
         left /= 2
-        round_level = 1 - left / max(1, 2 * len(added))
+        round_level = 1 - 2 * left / max(1, 2 * len(added))
         candidates = [
             measured({**best.changed, **other.changed}, f"{best.label}; {other.label}", round_level) for other in added
         ]
