@@ -264,15 +264,16 @@ def settle_taps(
 ) -> tuple[int, ...]:
     """Settle the hidden states that are read (``DrafterFiles.choose``).
 
-    Among the other readings are those numbered one less or more. Published drafters read the last state either before
-    or after the target's final norm, so that one is a guess.
+    Among the other readings are those numbered one less or more, where no tap is after the final norm. Published
+    drafters read the last state either before or after the target's final norm, so that one is a guess.
 
     Raises:
         ValueError: the option names a state that the target does not have.
     """
     last = files.target.lm.capabilities.hidden_layers
     every = {**(others or {})}
-    every |= {"each one less": [tap - 1 for tap in taps], "each one more": [tap + 1 for tap in taps]}
+    if min(taps) >= 0:
+        every |= {"each one less": [tap - 1 for tap in taps], "each one more": [tap + 1 for tap in taps]}
     exist = {label: other for label, other in every.items() if min(other) >= 0 and max(other) <= last}
     for before, after, label in ((last, -1, "after"), (-1, last, "before")):
         if before in taps:
@@ -286,6 +287,18 @@ def settle_taps(
             "-1 after its final norm"
         )
     return tuple(chosen)
+
+
+def settle_last_state(files: DrafterFiles, why: str) -> tuple[int, ...]:
+    """Settle which state a drafter of one hidden state reads: by its authors the one after the final norm.
+
+    Raises:
+        ValueError: the option names several states, or one that the target does not have.
+    """
+    taps = settle_taps(files, [-1], "default", why)
+    if len(taps) != 1:
+        raise WrongOption(f"taps must name one hidden state of {files.what}, not {brief(list(taps))}")
+    return taps
 
 
 def ordered_taps(

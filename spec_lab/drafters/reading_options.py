@@ -44,6 +44,18 @@ class ReadingOptions(TreeOptions, total=False):
     rope_scaling: Scaling | None
 
 
+class HydraOptions(TreeOptions, total=False):
+    """How the files of Hydra heads are read; None: as they are read without the option.
+
+    Args:
+        taps: the number of the hidden state that is read: -1 after the final norm, L (of L layers) before it.
+        lm_head: own or the target's.
+    """
+
+    taps: Taps | None
+    lm_head: WeightSource | None
+
+
 class EagleOptions(ReadingOptions, total=False):
     """How the files of an EAGLE head are read.
 

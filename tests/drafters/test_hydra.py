@@ -82,12 +82,14 @@ def with_copies(config, w):
 
 
 @torch.no_grad()
-def reference(name, target, computed, after):
+def reference(name, target, computed, after, taps=(-1,), lm_head="own"):
     """Logits ``[V]`` after ``computed`` tokens and those ``after`` them, pending or drafted."""
     config, w = VARIANTS[name]
-    model, layers = target.lm.model, config["hydra_num_layers"]
-    states = model.base_model(input_ids=torch.tensor([computed]), use_cache=False)[0][0]
-    lm_head = model.lm_head if config.get("shared_lm_head") else None
+    model, layers, before = target.lm.model, config["hydra_num_layers"], []
+    with model.model.norm.register_forward_pre_hook(lambda _, args: before.append(*args)):
+        states = model.base_model(input_ids=torch.tensor([computed]), use_cache=False)[0][0]
+    states = states if taps == (-1,) else before[0][0]
+    lm_head = model.lm_head if config.get("shared_lm_head") or lm_head == "target" else None
     embedding = model.get_input_embeddings().weight
     return oracle.logits(with_copies(config, w), embedding, states, after, SIZES, layers, lm_head)
 
@@ -103,6 +105,29 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
     compared, rejections = compare_stated(target, proposer, requests(WARM, new=9), expected)
     assert compared > 40 and rejections > 5
+
+
+@pytest.mark.parametrize("name", BOTH)
+@torch.no_grad()
+def test_the_last_state_and_the_lm_head_are_readings(target, folders, name):
+    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without")
+    assert proposer.reading.values == {"taps": [-1], "lm_head": "own"} and proposer.facts["reading"]
+    assert [(name, value) for name, _, value in proposer.reading.others] == [("taps", [2]), ("lm_head", "target")]
+    other = Hydra.load(target, folders[name], tree=TREE, drawn="without", taps=[2], lm_head="target")
+
+    def expected(text, path):
+        return reference(name, target, text[:-1], [*text[-1:], *path], (2,), "target")
+
+    assert compare_stated(target, other, requests(WARM, new=6), expected)[0] > 20
+    with pytest.raises(ValueError, match="taps must name one hidden state of Hydra heads"):
+        Hydra.load(target, folders[name], tree=TREE, taps=[1, 2])
+
+
+def test_heads_without_lm_heads_leave_only_the_last_state_open(target, folders):
+    path = folders["mlp-one-layer-shared"]
+    assert [name for name, *_ in Hydra.load(target, path, tree=TREE).reading.others] == ["taps"]
+    with pytest.raises(ValueError, match="holds no LM heads of its own"):
+        Hydra.load(target, path, tree=TREE, lm_head="own")
 
 
 WAYS = [

@@ -35,7 +35,9 @@ def test_a_published_config_has_no_exit_layer_and_a_run_states_it(target, tmp_pa
     folder = written(tmp_path, *adapter(H, None))
     with pytest.raises(ValueError, match=r"exit_layer"):
         read_kangaroo(folder, target)
-    assert read_kangaroo(folder, target, 2).settings.exit_layer == 2
+    network = read_kangaroo(folder, target, 2)
+    assert network.settings.exit_layer == network.reading.values["exit_layer"] == 2
+    assert network.reading.others == [("exit_layer", "one layer earlier", 1)]
     with pytest.raises(ValueError, match=r"exit_layer is 3, but .* 3 layers, 1 to 2"):
         read_kangaroo(folder, target, 3)
 
@@ -75,7 +77,8 @@ def test_the_exit_layer_of_a_run_must_be_that_of_the_config(target, tmp_path):
     folder = written(tmp_path, *adapter(H, 1))
     with pytest.raises(ValueError, match=r"exit_layer must be 1"):
         read_kangaroo(folder, target, 2)
-    assert read_kangaroo(folder, target, 1).settings.exit_layer == 1
+    network = read_kangaroo(folder, target, 1)
+    assert network.settings.exit_layer == 1 and not network.reading.others
 
 
 def test_a_missing_folder_and_pickled_weights_are_named(target, tmp_path):

@@ -80,6 +80,24 @@ def test_drafts_are_those_of_plain_forwards_over_steps_with_rejections(target, f
     assert compared > 20 and rejections > 10 and not logits
 
 
+@torch.no_grad()
+def test_the_last_state_and_the_lm_head_are_readings(target, folders):
+    proposer = Medusa.load(target, folders["authors"], tree="2x1")
+    last = target.lm.capabilities.hidden_layers
+    assert proposer.reading.values == {"taps": [-1], "lm_head": "own"} and proposer.facts["reading"]
+    assert [(name, value) for name, _, value in proposer.reading.others] == [("taps", [last]), ("lm_head", "target")]
+    other = Medusa.load(target, folders["authors"], tree="2x1", taps=[last], lm_head="target")
+    assert other.requires.hidden == (last,) and other.heads.own_lm_heads is None
+    state, token = torch.randn(1, H, dtype=torch.float64), torch.tensor([3])
+    w = {name: tensor for name, tensor in VARIANTS["authors"][1].items() if "linear" in name}
+    w |= {f"{head}.1.weight": target.lm.model.lm_head.weight for head in range(2)}
+    expected = torch.stack([oracle.of_authors(w, state[0], head) for head in range(2)])
+    torch.testing.assert_close(other.heads(state, token)[0], expected, rtol=0, atol=1e-6)
+    assert Medusa.load(target, folders["vllm-token-map"], tree="1").reading.others == [
+        ("taps", "the last state before the final norm", [last])
+    ]
+
+
 def test_the_tensors_count_where_the_config_states_fewer_heads(target, folders):
     heads = read_medusa(folders["authors"], target)
     assert VARIANTS["authors"][0]["medusa_num_heads"] == 2

@@ -17,7 +17,12 @@ from spec_lab.core.faults import PartError, attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.reading import Convention, Reading
 from spec_lab.drafters.block.propose import BlockDrafter
+from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
+from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.drafters.kangaroo.network import Kangaroo, KangarooSettings
+from spec_lab.drafters.kangaroo.propose import KangarooDrafter
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import Null
@@ -95,6 +100,12 @@ PROPOSERS = {
     "the target itself": lambda target: draft_model("1x1x1", lm=target.lm),
     "the target itself, unsure": lambda target: DraftModel(
         target.lm, CONTEXT, TreePlan(parse("1x1x1"), "point", confidence=0.04)
+    ),
+    "Hydra heads": lambda target: Hydra(
+        random_network(HydraHeads(HydraSettings(32, 61, 3)), target), target, TreePlan(parse("1x1x1"))
+    ),
+    "an adapter of Kangaroo": lambda target: KangarooDrafter(
+        random_network(Kangaroo(KangarooSettings(small_layer(32), 32, 1)), target), target, TreePlan(parse("1x1x1"))
     ),
     "n-gram": lambda target: Ngram(3, 2, 1),
     "repeat": lambda target: Repeat(2),

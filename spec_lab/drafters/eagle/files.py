@@ -52,7 +52,7 @@ from spec_lab.drafters.eagle.conventions import (
     unused,
 )
 from spec_lab.drafters.eagle.network import Eagle, Eagle3, Eagle3Settings, EagleSettings, Network
-from spec_lab.drafters.layer_conventions import choose_positions, settle_taps, window_fields
+from spec_lab.drafters.layer_conventions import choose_positions, settle_last_state, window_fields
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.target import Target
 
@@ -249,7 +249,7 @@ def eagle_settings(
         bias = bool({"fc.bias", "fusion_fc.bias"} & shapes.keys())
         if files.flag("fusion_bias" if kind == "eagle" else "bias") and not bias:
             raise ValueError(f"{files.folder} holds no fc.bias, but config.json states that there is one")
-        taps = settle_taps(files, [-1], "default", "EAGLE-1 reads the state after the final norm")
+        taps = settle_last_state(files, "EAGLE-1 reads the state after the final norm")
         positions = choose_positions(files)
         return EagleSettings(fields, h, v, layers, bias, taps, windows, anchored, positions), interleaved
     files.check_target(files.whole("target_hidden_size", h))

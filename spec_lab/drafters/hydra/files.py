@@ -21,6 +21,7 @@ refused by name (``FIELDS``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from spec_lab.core.options import brief
 from spec_lab.drafters.config_fields import LAYER, Fields
 from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
 from spec_lab.drafters.hydra.network import HydraHeads, HydraSettings
-from spec_lab.drafters.layer_conventions import layer_fields
+from spec_lab.drafters.layer_conventions import layer_fields, settle_last_state
 from spec_lab.drafters.layouts import Entry, Layout, decoder_layer
 from spec_lab.models.checkpoint import MAX_LAYERS
 from spec_lab.models.support import Unsupported
@@ -76,8 +77,13 @@ def hydra_layout(prefix: bool, grounded: bool = True) -> Layout:
     return Layout("Hydra", tuple(rows))
 
 
-def read_hydra(path: str, target: Target) -> HydraHeads:
+def read_hydra(path: str, target: Target, options: Mapping[str, Any] | None = None) -> HydraHeads:
     """Read heads for a target, into its dtype and onto its device.
+
+    Args:
+        path: of the folder.
+        target: the target.
+        options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
@@ -86,8 +92,12 @@ def read_hydra(path: str, target: Target) -> HydraHeads:
             vocabulary.
         Unsupported: the target's config, which describes the prefix layer, is not known or of another family.
     """
-    with DrafterFiles.open(path, "Hydra heads", target) as files:
-        settings = _settings(files)
+    with DrafterFiles.open(path, "Hydra heads", target, options=options) as opened:
+        settings = _settings(opened)
+        held = opened.held
+        if settings.shared_lm_head and not opened.flag("shared_lm_head"):
+            held = {name: tensor for name, tensor in held.items() if not name.startswith("hydra_lm_head.")}
+        files = replace(opened, held=held)
         layout, repeats = hydra_layout(settings.prefix is not None), settings.layers - 1
         later = [layout.published(f"heads.0.block.{kind}", copies=repeats) for kind in ("weight", "bias")]
         alone = not any(name in files.held for names in later for name in names[1:])
@@ -151,7 +161,14 @@ def _settings(files: DrafterFiles) -> HydraSettings:
         shapes.get(layout.published(f"heads.0.{part}.weight")[0], (None,)) for part in ("linear", "lm_head")
     )
     files.check_target(*(sizes[0] if sizes else None for sizes in (linear, lm_head)))
-    return HydraSettings(h, v, heads, layers, prefix, files.flag("shared_lm_head"), files.flag("identity_skip"))
+    shared = files.flag("shared_lm_head")
+    taps = settle_last_state(files, "Hydra's heads read the state after the final norm")
+    why = "the files hold LM heads" if not shared else "shared_lm_head is true"
+    ends = {} if shared else {"the target's": "target"}
+    own_head = files.choose("lm_head", "target" if shared else "own", "file", why, ends) == "own"
+    if own_head and shared:
+        raise ValueError(f"{files.folder} holds no LM heads of its own: set lm_head=target")
+    return HydraSettings(h, v, heads, layers, prefix, not own_head, files.flag("identity_skip"), taps)
 
 
 def _prefix(files: DrafterFiles) -> dict[str, Any]:

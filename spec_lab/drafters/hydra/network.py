@@ -36,6 +36,7 @@ class HydraSettings:
         shared_lm_head: whether all heads use the target's LM head in place of one each (not in published heads).
         identity_skip: whether ``skip`` is the state itself in place of a matrix, which halves a head of one layer (not
             in published heads).
+        taps: the number of the hidden state that is read.
     """
 
     hidden_size: int
@@ -45,6 +46,7 @@ class HydraSettings:
     prefix: Mapping[str, Any] | None = None
     shared_lm_head: bool = False
     identity_skip: bool = False
+    taps: tuple[int, ...] = (-1,)
 
     @property
     def arch(self) -> str:

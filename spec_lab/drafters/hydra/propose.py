@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from spec_lab.core.clock import Phase
 from spec_lab.core.options import DrafterPath, Filled
+from spec_lab.core.reading import Reading
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at, upload
@@ -23,12 +25,11 @@ from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.features import Features
 from spec_lab.drafters.hydra.files import read_hydra
 from spec_lab.drafters.hydra.network import HydraHeads
-from spec_lab.drafters.trimmed import Drafted, trimmed, trimmed_hash
-from spec_lab.models.hub import drafter_folder
-from spec_lab.models.packed import pack
+from spec_lab.drafters.reading_options import HydraOptions, read_drafter
+from spec_lab.drafters.trimmed import Drafted
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards, TreeProposer
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.feature_lm import FeatureLM
@@ -40,7 +41,7 @@ class HydraState:
     """The state of one sequence.
 
     Args:
-        features: the target's hidden states after its final norm at all computed positions.
+        features: the target's hidden states that are read, at all computed positions.
         kv: of the prefix layer; None without one.
     """
 
@@ -71,7 +72,8 @@ class Hydra(TreeProposer):
                 f"{option} asks for {plan.depth} levels, but each is drafted by a head of its own, and there are only "
                 f"{len(network)} Hydra heads: choose at most {len(network)} levels"
             )
-        super().__init__(plan, "hydra", Requires(hidden=(-1,), every_position=network.prefix is not None), sha256)
+        requires = Requires(hidden=network.settings.taps, every_position=network.prefix is not None)
+        super().__init__(plan, "hydra", requires, sha256)
         self.network, self.context = network, target.context
         self.lm: FeatureLM | None = None
         if network.prefix is not None:
@@ -83,7 +85,7 @@ class Hydra(TreeProposer):
         path: Annotated[str, DrafterPath("Hydra heads")],
         revision: Filled | None = None,
         tokens: Drafted | None = None,
-        **options: Unpack[TreeOptions],
+        **options: Unpack[HydraOptions],
     ) -> Hydra:
         """Read heads and choose their trees.
 
@@ -93,19 +95,15 @@ class Hydra(TreeProposer):
             revision: branch, tag or commit of a hub name; None: main.
             tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
                 target's stop tokens; None: all.
-            options: of the trees.
+            options: of the trees, and how the files are read.
 
         Raises:
             ValueError: a wrong option; heads for another target; a malformed file.
             OSError: a file is missing.
         """
-        plan = TreePlan.read(**options)
-        plan.check_width(target.vocabulary)
-        path = drafter_folder(path, revision)
-        heads = trimmed(read_hydra(path, target), tokens, target)
-        plan.check_width(heads.tokens)
-        pack(heads)
-        return Hydra(heads, target, plan, trimmed_hash(path, heads.kept))
+        read = partial(read_hydra, target=target)
+        heads, plan, sha256 = read_drafter(read, target, path, revision, tokens, options, HydraOptions)
+        return Hydra(heads, target, plan, sha256)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Hydra:
         """The same proposer with random heads, one more than levels, and another tree. See ``Proposer``."""
@@ -123,8 +121,14 @@ class Hydra(TreeProposer):
                 "heads": settings.heads,
                 "head_arch": settings.arch,
                 "shared_lm_head": settings.shared_lm_head,
+                "reading": self.reading.facts,
             }
         )
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.network.reading
 
     def init(self, request: Request) -> HydraState:
         """An empty state."""

@@ -43,7 +43,8 @@ def read_kangaroo(path: str, target: Target, exit_layer: int | None = None) -> K
             the one given; a tensor is missing, surplus, misshapen, NaN or infinite; the adapter is for another hidden
             size, another vocabulary or an exit layer that the target does not have.
     """
-    with DrafterFiles.open(path, "an adapter of Kangaroo", target) as files:
+    given = {"exit_layer": exit_layer}
+    with DrafterFiles.open(path, "an adapter of Kangaroo", target, options=given) as files:
         settings = _settings(files, exit_layer)
         return files.read(KANGAROO, lambda: Kangaroo(settings))
 
@@ -81,7 +82,11 @@ def _exit_layer(files: DrafterFiles, given: int | None) -> int:
             f"{'proposer.exit_layer' if stated is None else f'{file}: exit_layer'} is {number}, but of the target "
             f"{target.name}, which has {last + 1} layers, 1 to {last} can be named: the adapter is for another target"
         )
-    return number
+    why, others = "the config states it", dict[str, int]()
+    if stated is None:
+        near = {"one layer earlier": number - 1, "one layer later": number + 1}
+        why, others = "", {label: other for label, other in near.items() if 1 <= other <= last}
+    return int(files.choose("exit_layer", number, "file", why, others))
 
 
 def write_kangaroo(

@@ -21,6 +21,7 @@ from torch import Tensor
 from spec_lab.core.clock import Phase
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Count, DrafterPath, Filled, checked
+from spec_lab.core.reading import Reading
 from spec_lab.core.shape import Shape
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.sequence import SequenceState
@@ -60,7 +61,12 @@ class KangarooDrafter(FeatureReader, FirstLayers):
     @property
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
-        return super().facts | {"adapter_layers": self.network.layers}
+        return super().facts | {"adapter_layers": self.network.layers, "reading": self.reading.facts}
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.network.reading
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> KangarooDrafter:
         """The same with a random adapter after the first layer of a toy."""

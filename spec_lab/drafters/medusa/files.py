@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
 from spec_lab.drafters.config_fields import Fields
 from spec_lab.drafters.drafter_files import DrafterFiles
+from spec_lab.drafters.layer_conventions import settle_last_state
 from spec_lab.drafters.layouts import Entry, Layout, Tensors, misfits
 from spec_lab.drafters.medusa.network import Heads, OwnLMHeads, Trunk
 from spec_lab.models.checkpoint import refuse_misfits, weights_hash
@@ -90,18 +93,24 @@ def vllm_layout(shared: bool, bias: bool) -> Layout:
     ))  # fmt: skip
 
 
-def read_medusa(path: str, target: Target) -> Heads:
+def read_medusa(path: str, target: Target, options: Mapping[str, Any] | None = None) -> Heads:
     """Read heads for a target, into its dtype and onto its device.
+
+    Args:
+        path: of the folder.
+        target: the target.
+        options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
         ValueError: the folder holds no Medusa heads; a setting or tensor is missing, surplus or malformed; the heads
             are for another hidden size or vocabulary; a weight is NaN or infinite.
     """
-    with DrafterFiles.open(path, "Medusa heads", target) as files:
+    with DrafterFiles.open(path, "Medusa heads", target, options=options) as files:
         if {"weight", "bias", "trunk_in.weight"} & files.held.keys():
             OWN_FIELDS.check(files.file, files.config)
-            return replace(_read_own(files), sha256=_hash(files.folder))
+            heads = _read_own(files)
+            return replace(heads, sha256=_hash(files.folder), reading=files.reading)
         PUBLISHED.check(files.file, files.config)
         layout = vllm_layout(files.flag("original_lm_head"), any(name.endswith(".bias") for name in files.held))
         if any(MEDUSA.network_name(name) for name in files.held):
@@ -109,7 +118,8 @@ def read_medusa(path: str, target: Target) -> Heads:
         wanted = layout.of_file(files.shapes)
         known = wanted.sizes["K"] > 0
         files.expect(known, "0.0.linear.weight (of Medusa's authors) or blocks.0.layers.0.weight (of vLLM)")
-        return replace(_read_published(files, wanted), sha256=_hash(files.folder))
+        heads = _read_published(files, wanted)
+        return replace(heads, sha256=_hash(files.folder), reading=files.reading)
 
 
 def _read_own(files: DrafterFiles) -> Heads:
@@ -173,7 +183,12 @@ def _read_published(files: DrafterFiles, wanted: Tensors) -> Heads:
             tensor = files.tensor(name, lm.dtype)
             whole = part != "lm_heads" or len(tensor) == lm_heads.shape[1]
             parts[part][tuple(map(int, index))] = tensor if whole else tensor[tokens]
-    return Heads(weight, bias, OwnLMHeads(lm_heads.expand(heads, -1, -1), files.target.vocabulary, tokens))
+    taps = settle_last_state(files, "Medusa's heads read the state after the final norm")
+    ends = {"the target's": "target"} if tokens is None else {}
+    read = OwnLMHeads(lm_heads.expand(heads, -1, -1), files.target.vocabulary, tokens)
+    if files.choose("lm_head", "own", "file", "the files hold LM heads", ends) == "target":
+        return Heads(weight, bias, files.target.services.lm_head, taps=taps)
+    return Heads(weight, bias, read, taps=taps)
 
 
 def _token_map(files: DrafterFiles, rows: int) -> Tensor | None:  # [D]

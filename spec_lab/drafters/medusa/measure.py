@@ -49,7 +49,7 @@ def measure(
     Raises:
         ValueError: no prompts, or continuations too short for the heads.
     """
-    collect = Collect()
+    collect = Collect(heads.taps)
     requests = [
         Request(number, f"prompt {number}", tuple(prompt), Sampling(temperature), tokens)
         for number, prompt in enumerate(prompts)
@@ -97,14 +97,18 @@ class Collect(Proposer):
 
     It expects one emitted token for each sequence in each step. ``texts`` has a list for each sequence, also after it
     has ended: the state ``[H]`` and the token that was chosen from it, step by step.
+
+    Args:
+        taps: the number of the state.
     """
 
     name = "collect"
     drawn: Drawn = "point"
     nodes = 0
-    requires = Requires(hidden=(-1,))
+    requires: Requires
 
-    def __init__(self) -> None:
+    def __init__(self, taps: tuple[int, ...] = (-1,)) -> None:
+        self.requires = Requires(hidden=taps)
         self.texts: list[list[tuple[Tensor, int]]] = []
 
     def init(self, request: Request) -> list[tuple[Tensor, int]]:

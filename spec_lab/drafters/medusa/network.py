@@ -12,7 +12,7 @@ L layers, H hidden size, V vocabulary, W width of the trunk, D drafted tokens, B
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from spec_lab.core.options import WrongOption
+from spec_lab.core.reading import Reading
 from spec_lab.drafters.trimmed import with_tokens
 from spec_lab.models.packed import linear_of
 from spec_lab.models.target import Target
@@ -88,6 +89,8 @@ class Heads:
         lm_head: the target's, ``[n, H] -> [n, V]``; or the heads' own.
         trunk: before all heads; None for the paper's heads, which read the state alone.
         sha256: of the weight file and of every calibration*.json of the folder, which determine calibrated trees.
+        taps: the number of the target's hidden state that is read.
+        reading: how the files were read.
     """
 
     weight: Tensor
@@ -95,6 +98,8 @@ class Heads:
     lm_head: Callable[[Tensor], Tensor] | OwnLMHeads
     trunk: Trunk | None = None
     sha256: str = ""
+    taps: tuple[int, ...] = (-1,)
+    reading: Reading = field(default_factory=Reading)
 
     def __len__(self) -> int:
         return len(self.weight)
@@ -118,7 +123,7 @@ class Heads:
         own_lm_heads, lm_head = self.own_lm_heads, self.lm_head
         if own_lm_heads is not None:
             lm_head = replace(own_lm_heads, weight=own_lm_heads.weight[:count])
-        return Heads(self.weight[:count], self.bias[:count], lm_head, self.trunk, self.sha256)
+        return replace(self, weight=self.weight[:count], bias=self.bias[:count], lm_head=lm_head)
 
     def trimmed(self, tokens: Tensor, target: Target) -> Heads:
         """Return heads that draft these tokens ``[n]`` only, in so far as they draft them; rows of others are left out.

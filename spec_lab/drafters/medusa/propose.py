@@ -20,6 +20,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Count, DrafterPath, Filled, Temperature, WrongOption, checked
 from spec_lab.core.probabilities import likeliest
+from spec_lab.core.reading import Reading
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, forest
 from spec_lab.core.shape import tree as shape_of
@@ -29,6 +30,7 @@ from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.drafters.draft_layers import drafted_facts
 from spec_lab.drafters.features import Features
+from spec_lab.drafters.layer_conventions import Taps, WeightSource
 from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.trimmed import Drafted, chosen_tokens
@@ -70,7 +72,7 @@ class Medusa(Proposer):
         self.sha256 = heads.sha256
         self.nodes = len(tree)
         self.branches = width_of(tree) > 1
-        self.requires = Requires(hidden=(-1,) if tree else (), every_position=not tree)
+        self.requires = Requires(hidden=heads.taps if tree else (), every_position=not tree)
         self._depth, self._width = depth_of(tree), width_of(tree)
         self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
         self._plan = lru_cache(maxsize=256)(self._make_plan)
@@ -89,6 +91,8 @@ class Medusa(Proposer):
         recalibrate: bool = False,
         cache: Filled | None = None,
         tokens: Drafted | None = None,
+        taps: Taps | None = None,
+        lm_head: WeightSource | None = None,
     ) -> Medusa:
         """Read heads and choose the tree.
 
@@ -113,6 +117,9 @@ class Medusa(Proposer):
                 ``$XDG_CACHE_HOME/spec_lab``, else ``~/.cache/spec_lab``.
             tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
                 target's stop tokens; None: all.
+            taps: the number of the hidden state that published heads read: -1 after the final norm, L (of L layers)
+                before it; None: -1.
+            lm_head: of published heads: own or the target's; None: own.
 
         Raises:
             ValueError: the heads do not fit the target, the tree is deeper than the heads or wider than the vocabulary,
@@ -120,7 +127,7 @@ class Medusa(Proposer):
             OSError: a file is missing.
         """
         path = drafter_folder(path, revision)
-        heads = read_medusa(path, target)
+        heads = read_medusa(path, target, {"taps": taps, "lm_head": lm_head})
         heads = heads if tokens is None else heads.trimmed(chosen_tokens(tokens, target), target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         most = heads.tokens or target.vocabulary
@@ -181,7 +188,13 @@ class Medusa(Proposer):
             if lm_heads is None or lm_heads.tokens is None
             else drafted_facts(len(lm_heads.tokens), lm_heads.vocabulary)
         )
-        return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **drafted, **chosen}
+        facts = {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **drafted}
+        return facts | chosen | {"reading": self.reading.facts}
+
+    @property
+    def reading(self) -> Reading:
+        """See ``Proposer``."""
+        return self.heads.reading
 
     def init(self, request: Request) -> Features:
         """Return an empty store of hidden states."""

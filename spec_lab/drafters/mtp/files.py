@@ -26,7 +26,7 @@ from spec_lab.core.options import brief
 from spec_lab.drafters.config_fields import OF_LAYERS, Fields, Meanings
 from spec_lab.drafters.draft_layers import load_weights
 from spec_lab.drafters.drafter_files import DrafterFiles, write_drafter
-from spec_lab.drafters.layer_conventions import choose_positions, settle_taps
+from spec_lab.drafters.layer_conventions import choose_positions, settle_last_state
 from spec_lab.drafters.layouts import Entry, Layout, misfits
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.models.checkpoint import (
@@ -193,7 +193,7 @@ def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes
     return MtpSettings(
         fields, files.target.services.hidden_size, files.target.vocabulary, modules, names == "qwen",
         own_embedding="frames.0.embed_tokens.weight" in ours, own_head="frames.0.head.weight" in ours,
-        taps=settle_taps(files, [-1], "default", "MTP modules read the state after the final norm"),
+        taps=settle_last_state(files, "MTP modules read the state after the final norm"),
         positions=choose_positions(files),
     )  # fmt: skip
 
