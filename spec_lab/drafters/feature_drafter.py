@@ -64,6 +64,7 @@ class FeatureDrafter(ShiftedDrafter):
         name: as in records.
         sha256: of the network's weights.
         dtype: of the network; None: the target's.
+        skip: as in ``FeatureCells``.
     """
 
     network: FeatureNetwork
@@ -77,17 +78,17 @@ class FeatureDrafter(ShiftedDrafter):
         name: str,
         sha256: str | None = "",
         dtype: torch.dtype | None = None,
+        skip: int = 0,
     ) -> None:
         super().__init__(plan, name, Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, plan.computed
         own_dtype = dtype or target.lm.dtype
-        self.lm = FeatureLM(
-            network, network.layers, target.lm.device, own_dtype, kinds=network.kinds, skip=network.skip
-        )
+        self.lm = FeatureLM(network, network.layers, target.lm.device, own_dtype, kinds=network.kinds, skip=skip)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> FeatureDrafter:
         """The same proposer with a random network in the toy's dtype, and another tree. See ``Proposer``."""
-        return FeatureDrafter(self.network.toy(target), target, self.plan.toy(tree), self.name, None)
+        toy = self.network.toy(target)
+        return FeatureDrafter(toy, target, self.plan.toy(tree), self.name, None, skip=self.lm.skip)
 
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:
         """Append the newly computed positions."""

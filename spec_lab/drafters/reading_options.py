@@ -113,6 +113,7 @@ def read_drafter(
     """
     trees = TreeOptions.__optional_keys__
     plan = TreePlan.read(**{name: value for name, value in options.items() if name in trees})
+    plan.check_width(target.vocabulary)
     reading = {name: options.get(name) for name in declared.__optional_keys__ - trees}
     folder = drafter_folder(path, revision)
     network = trimmed(read(folder, options=reading), tokens, target)

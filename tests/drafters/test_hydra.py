@@ -325,7 +325,8 @@ def test_heads_for_another_target_are_refused(target, tmp_path, sizes, message, 
 
 
 def test_a_prefix_layer_for_a_target_without_a_config_of_transformers_needs_its_own(target, tmp_path):
-    lm = SimpleNamespace(hf_model=None, vocabulary=VOCABULARY, device=target.lm.device, dtype=target.lm.dtype)
+    kept = {name: getattr(target.lm, name) for name in ("device", "dtype", "capabilities")}
+    lm = SimpleNamespace(hf_model=None, vocabulary=VOCABULARY, **kept)
     bare = replace(target, lm=lm, parts=target.services)
     config, tensors = hydra(H, VOCABULARY, prefix=True, sizes=(2, 1, 4), inner=8)
     with pytest.raises(Unsupported, match="prefix_layer_config"):

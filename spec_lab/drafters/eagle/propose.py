@@ -45,4 +45,4 @@ def load(
     own_dtype = None if dtype is None else DTYPES[dtype]
     read = partial(read_eagle, target=target, dtype=own_dtype)
     network, plan, sha256 = read_drafter(read, target, path, revision, tokens, options, EagleOptions)
-    return FeatureDrafter(network, target, plan, network.name, sha256, own_dtype)
+    return FeatureDrafter(network, target, plan, network.name, sha256, own_dtype, network.skip)

@@ -54,4 +54,5 @@ def load(
     plan.check_width(network.tokens)
     pack(network)
     sha256 = target.sha256 if in_target(path, target) else weights_hash(str(path))
-    return FeatureDrafter(network, target, plan, "mtp", with_tokens(sha256, network.kept))
+    sha256 = with_tokens(sha256, network.kept)
+    return FeatureDrafter(network, target, plan, "mtp", sha256, skip=network.skip)
