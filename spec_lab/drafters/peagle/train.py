@@ -59,7 +59,8 @@ class PEagleRecipe(Eagle3Recipe):
         settings = self._settings(target)
         stated = {field.name: getattr(settings, field.name) for field in fields(Eagle3Settings)}
         mask = target.vocabulary - 1 if self.mask_token is None else self.mask_token
-        return PEagle(PEagleSettings(**stated | {"own_embedding": True}, mask_token=mask))
+        stated |= {"own_embedding": True, "anchored": False}  # as windows of its files are read
+        return PEagle(PEagleSettings(**stated, mask_token=mask))
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """See ``Recipe``."""
