@@ -116,7 +116,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
         check_drafters(config)
     except (OSError, ValueError) as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
-    LOG.info("Loading target %s", shown["target"].get("path", ""))
+    LOG.info("Loading target %s", shown["target"].get("path") or shown["target"]["_target_"])
     target = with_written_name(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )

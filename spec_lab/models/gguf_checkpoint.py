@@ -25,7 +25,7 @@ from spec_lab.core.options import brief
 from spec_lab.core.progress import Progress
 from spec_lab.core.tensors import save_tensors
 from spec_lab.core.user_cache import default_folder
-from spec_lab.models.checkpoint import INDEX, SINGLE
+from spec_lab.models.checkpoint import INDEX, SINGLE, weights_hash
 from spec_lab.models.gguf_file import MAX_CONTEXT, GGUFFile, TensorInfo, read_gguf
 from spec_lab.models.gguf_tokenizer import read_gguf_tokenizer
 from spec_lab.models.support import Unsupported
@@ -36,7 +36,7 @@ VERSION = 1
 """Part of the names of folders in the cache: another one is written by code that writes other files."""
 
 FACTS = "spec_lab.json"
-"""File that is written last: the SHA-256 of the GGUF file, and the sizes of the weight files."""
+"""File that is written last: the SHA-256s of the GGUF file and of the weight files, and the sizes of these."""
 
 SHARD = 2**30
 """Maximum size of a weight file, in bytes, unless one tensor is larger. As much memory is needed."""
@@ -105,18 +105,28 @@ def dequantised(path: Path) -> Path:
     return folder
 
 
-def source_sha256(folder: Path) -> str:
+def source_sha256(folder: Path, weights: str) -> str:
     """Return the SHA-256 of the GGUF file that a folder's weights are from; empty for another checkpoint.
 
+    Args:
+        folder: of the checkpoint.
+        weights: SHA-256 of its weight files.
+
     Raises:
+        OSError: the weights are not those that were written.
         ValueError: a malformed file of facts.
     """
-    return str((read_json(folder / FACTS) or {}).get("gguf_sha256", ""))
+    facts = read_json(folder / FACTS)
+    if facts is None or "gguf_sha256" not in facts:
+        return ""
+    if facts.get("weights_sha256") != weights:
+        raise OSError(f"{folder} is damaged: its weights are not those of {facts.get('gguf')}; remove the folder")
+    return str(facts["gguf_sha256"])
 
 
 def _complete(folder: Path, sha256: str) -> bool:
     facts = read_json(folder / FACTS)
-    if facts is None or facts.get("gguf_sha256") != sha256:
+    if facts is None or facts.get("gguf_sha256") != sha256 or "weights_sha256" not in facts:
         return False
     files = facts.get("files")
     return isinstance(files, dict) and all(
@@ -142,7 +152,8 @@ def _write(file: GGUFFile, folder: Path, config: Mapping[str, Any], names: Mappi
     write_json(folder / "generation_config.json", {"eos_token_id": ends_of(file)})
     write_json(folder / "config.json", config)
     sizes = {name: (folder / name).stat().st_size for name in sorted({*index.values()})}
-    write_json(folder / FACTS, {"gguf": file.path.name, "gguf_sha256": sha256, "files": sizes})
+    facts = {"gguf": file.path.name, "gguf_sha256": sha256, "weights_sha256": weights_hash(folder), "files": sizes}
+    write_json(folder / FACTS, facts)
 
 
 def _check_room(file: GGUFFile, folder: Path, shards: list[list[str]]) -> None:

@@ -194,7 +194,7 @@ class Target:
                 or a number of ranks that does not divide the attention heads; an invalid quantization, or one that the
                 checkpoint has already.
             OSError: no checkpoint, or none in safetensors; a truncated or corrupt file; a file of the hub that cannot
-                be fetched. The message names the file.
+                be fetched; a GGUF file that cannot be dequantised into the cache. The message names the file.
             Unsupported: the model fails the self-check, or is of a kind that is known to fail; a package is missing
                 that the quantization requires; a quantization that is not supported; the model has recurrent layers,
                 and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
@@ -213,6 +213,7 @@ class Target:
         refuse_options(model, options)
         limit = context_of(path, model.config, context)
         sha256 = weights_hash(folder)
+        source = source_sha256(folder, sha256)
         cache = ProcessCache() if cache is None else cache
         if graphs:
             merge(model)
@@ -222,7 +223,7 @@ class Target:
             check = _pack_checked(model, attention, sha256, cache, graphs, stored)
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
-            lm, tokenizer, path, limit, sha256, check.error, cache, source_sha256=source_sha256(folder), folder=folder,
+            lm, tokenizer, path, limit, sha256, check.error, cache, source_sha256=source, folder=folder,
             tolerance=check.allowed, checked_in_float32=check.in_float32,
         )  # fmt: skip
 

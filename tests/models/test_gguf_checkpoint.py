@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_lab.models import gguf, gguf_checkpoint
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.gguf_checkpoint import FACTS, config_of, dequantised, ends_of, permuted, source_sha256
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import GGUFFile, TensorInfo, read_gguf
@@ -107,7 +108,12 @@ def test_a_weight_file_that_was_removed_is_written_again_and_another_file_has_an
     (tmp_path / "other").mkdir()
     assert dequantised(written(tmp_path / "other", seed=1)) != folder
     facts = json.loads((folder / FACTS).read_text())
-    assert facts["gguf_sha256"] == source_sha256(folder) == gguf.file_hash(file)
+    assert facts["gguf_sha256"] == source_sha256(folder, weights_hash(folder)) == gguf.file_hash(file)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(OSError, match="is damaged"):
+        Target.load(str(file), dtype="float32")
 
 
 def test_without_a_cache_or_room_nothing_is_written(tmp_path, monkeypatch):
