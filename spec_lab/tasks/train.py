@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from spec_lab.analysis.results import training
-from spec_lab.core.device_memory import available, readable
+from spec_lab.core.device_memory import available
 from spec_lab.core.options import Count, Filled, Number, Share, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
@@ -29,6 +28,7 @@ from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
+from spec_lab.tasks.train_forecast import bounded, forecast, paying_sentence, training_sentence
 from spec_lab.tasks.training_answers import Answers, Conversation, answers_of
 from spec_lab.train.estimate import estimate, trial_text
 from spec_lab.train.fit import FitPlan, Objective, fit, order_of, saved_part, saved_steps
@@ -184,10 +184,13 @@ class _Training:
     def work(self, facts: Mapping[str, Any]) -> Done:
         """Answer, train, and measure on what was held out."""
         lab, recipe, out = self.lab, self.recipe, self.settings.output_dir
+        if not saved_steps(out / "training"):
+            self._forecast()
         paths = self._recorded(self.source.learned, "texts")
         others = self._recorded(self.source.rest, "held_out", rest=True)
         begun = recipe.begin(lab.target, paths, self.settings.seed)
-        plan, threads = self._planned(begun, paths)
+        longest = max((Texts.read(path, hidden=False).ids.shape[1] for path in paths), default=2)
+        plan, threads = self._planned(begun, longest, len(paths) * self.plan.rows)
         steps = self._fit(begun, paths, others, plan, threads)
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(self.settings.seed), "method": recipe.name}
@@ -223,29 +226,46 @@ class _Training:
             states, folder = self.recipe.states(self.lab.target), self.settings.output_dir / name
             return record(self.lab.target, texts, states, folder, rows, batch, rest, bar.update)
 
-    def _planned(self, begun: Beginning, paths: Sequence[Path]) -> tuple[FitPlan, int]:
-        """Print what the training needs; return the plan with as many texts of a part as fit, and the threads."""
+    def _forecast(self) -> None:
+        """Print what answers and training will take, and which tau the drafter must reach to pay."""
+        lab, settings, source = self.lab, self.settings, self.source
+        known = source.known is not None
+        texts = bounded(source.lengths(), settings.max_new_tokens, lab.target.context, known)
+        for line in forecast(
+            texts, source.writer, settings.batch_size, lab.sampling, 2 * self._width, settings.output_dir / "texts"
+        ):
+            self.console.print(line, highlight=False)
+        begun = self.recipe.begin(lab.target, [], settings.seed)
+        self._planned(begun, texts.longest, source.count(source.learned))
+        pays = paying_sentence(self.recipe, begun.module, lab.target, lab.sampling)
+        self.console.print(pays, highlight=False)
+
+    @property
+    def _width(self) -> int:
+        """Numbers of the hidden states of a token."""
+        return len(self.recipe.states(self.lab.target)) * self.lab.target.services.hidden_size
+
+    def _planned(self, begun: Beginning, longest: int, answers: int) -> tuple[FitPlan, int]:
+        """Print what the training needs; return the plan with as many texts of a part as fit, and the threads.
+
+        Args:
+            begun: the drafter.
+            longest: tokens of the longest text.
+            answers: that are learned from.
+        """
         rows, lm, out = self.plan.rows, self.lab.target.lm, self.settings.output_dir / "training"
-        longest = max((Texts.read(path, hidden=False).ids.shape[1] for path in paths), default=2)
-        width = len(self.recipe.states(self.lab.target)) * self.lab.target.services.hidden_size
         others = [*self.lab.target.model.parameters(), *self.lab.target.model.buffers()]
 
         def loss_of(text: Texts) -> Tensor:
             with matrix_products(lm.device, self.autocast):
                 return begun.objective(text)[0]
 
-        needed = estimate(loss_of, begun.module.parameters(), others, trial_text(longest, width, lm.device))
+        needed = estimate(loss_of, begun.module.parameters(), others, trial_text(longest, self._width, lm.device))
         pieces = 2 if rows % 2 == 0 and lm.device.type == "cpu" else 1
         threads = min(torch.get_num_threads(), pieces)
         part = saved_part(out) or needed.part(rows, available(lm.device), threads)
-        texts = int(self.plan.passes * len(paths) * rows) - rows * saved_steps(out)
-        took = timedelta(seconds=round(needed.seconds * texts / threads))
-        self.console.print(
-            f"Training on {texts} texts of up to {longest} tokens: about {took} "
-            f"for gradients, and {readable(needed.bytes(part * threads))} of memory beside the target, for "
-            f"{part * threads} of the {rows} texts of a step at a time.",
-            highlight=False,
-        )
+        texts = int(self.plan.passes * (answers // rows) * rows) - rows * saved_steps(out)
+        self.console.print(training_sentence(needed, texts, threads, part, rows), highlight=False)
         return replace(self.plan, part=part), threads
 
     def _fit(self, begun: Beginning, paths: Sequence[Path], others: Sequence[Path], plan: FitPlan, threads: int) -> int:

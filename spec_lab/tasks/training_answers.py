@@ -78,6 +78,17 @@ class Answers:
             texts += written
         return texts
 
+    def lengths(self) -> list[tuple[int, int]]:
+        """Return each conversation's tokens of its first prompt, and its answers; of a text that exists all, and 1."""
+        every = [*self.learned, *self.rest]
+        if self.known is not None:
+            return [(len(self.known[number].tokens), 1) for number, _ in every]
+        requests = self.first_requests(every)
+        return [
+            (len(request.tokens), self.lab.prompts[number].turns)
+            for request, (number, _) in zip(requests, every, strict=True)
+        ]
+
     def first_requests(self, conversations: Sequence[Conversation]) -> list[Request]:
         """Return the prompts of the first answers of conversations."""
         if self.known is None:

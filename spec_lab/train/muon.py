@@ -1,4 +1,4 @@
-"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) with its matrix products in float32.
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) with its matrix products in a given data type.
 
 ``torch.optim.Muon`` computes them in bfloat16, which takes some 20 times as long on CPUs without instructions for it.
 """
@@ -22,10 +22,18 @@ class Muon(torch.optim.Optimizer):
         matrices: the parameters.
         weight_decay: decoupled.
         momentum: of the gradients.
+        products: data type of the matrix products.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        matrices: Iterable[Tensor],
+        weight_decay: float,
+        momentum: float = 0.95,
+        products: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__(matrices, {"lr": 1e-3, "weight_decay": weight_decay, "momentum": momentum})
+        self.products = products
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -39,18 +47,19 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(matrix)
                 kept = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-                update = orthogonal(matrix.grad.lerp(kept, momentum))
+                update = orthogonal(matrix.grad.lerp(kept, momentum), self.products)
                 matrix.mul_(1 - rate * group["weight_decay"])
                 matrix.add_(update, alpha=-rate * 0.2 * max(matrix.shape) ** 0.5)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonal(matrix: Tensor, products: torch.dtype = torch.float32) -> Tensor:
     """A matrix with the singular vectors of another and singular values of about 1, by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T
-    x = x / x.norm().clamp_min(1e-7)
+    x = (x / x.norm().clamp_min(1e-7)).to(products)
     for _ in range(STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.to(matrix.dtype)
     return x if wide else x.T

@@ -68,7 +68,7 @@ class Trainer(Generic[M]):
         plan: the settings.
         threads: that work in parallel.
         dtype: of computing; bfloat16 is slow on CPUs without instructions for it.
-        autocast: data type of the matrix products in a model of float32; None for float32.
+        autocast: data type of the matrix products in a model of float32, and of Muon's; None for float32.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Trainer(Generic[M]):
         edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n or n.startswith("head.")}
         hidden = [p for n, p in self.masters.items() if p.ndim == 2 and n not in edges]
         rest = [p for n, p in self.masters.items() if p.ndim != 2 or n in edges]
-        shares = min(threads, len(hidden))
+        shares, products = min(threads, len(hidden)), autocast or torch.float32
         self.optimisers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), plan.adamw_rate),
-            *((Muon(hidden[k::threads], plan.weight_decay), plan.muon_rate) for k in range(shares)),
+            *((Muon(hidden[k::threads], plan.weight_decay, products=products), plan.muon_rate) for k in range(shares)),
         ]
 
     def update(self, losses: Sequence[Callable[[], Tensor]], factor: float) -> tuple[float, float]:

@@ -35,6 +35,8 @@ from spec_lab.drafters.medusa.network import Heads
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.drafters.pard.propose import Pard
+from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
+from spec_lab.drafters.peagle.propose import PEagleDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
 from spec_lab.policy.adaptive import adapt
@@ -172,6 +174,11 @@ def masked(target, plan):
     return Pard(CausalLM(lm), target.context, V, plan)
 
 
+def peagle(target):
+    settings = PEagleSettings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, mask_token=V - 1)
+    return PEagleDrafter(random_network(PEagle(settings), target), target, TreePlan(parse("0 1 0.0"), "point"))
+
+
 def pld_plus(target):
     return PldPlus(2, 1)
 
@@ -271,6 +278,7 @@ PROPOSERS = {
     "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
+    "peagle": peagle,
     "pld_plus": pld_plus, "shared": shared, "shared_tree": shared_tree,
     "early_exit": early_exit, "early_exit_tree": early_exit_tree, "early_exit_best_first": early_exit_best_first,
     "early_exit_union": early_exit_union, "kangaroo": kangaroo, "kangaroo_tree": kangaroo_tree,

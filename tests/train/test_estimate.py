@@ -8,7 +8,7 @@ import torch
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.eagle.train import Eagle3Recipe, eagle3_objective
 from spec_lab.train.estimate import TrainingNeed, estimate, kept_bytes, trial_text
-from spec_lab.train.objectives import Truth, compare_states
+from spec_lab.train.objectives import Truth, compare_states, mean_losses
 
 H, V, W, C = 4096, 128256, 32000, 2048
 """Sizes of Llama-3.1-8B and of its published EAGLE-3 heads."""
@@ -36,6 +36,18 @@ def test_logits_are_not_kept_but_the_target_s_probabilities_are():
         lambda: compare_states(states * 2, lambda x: x @ weight, truth, rows).loss.sum(), [weight, states]
     )
     assert 20 * 500 * 4 < size < 1.2 * 20 * 500 * 4
+
+
+def test_losses_with_a_vocabulary_of_128k_keep_gradients_of_states_only():
+    """No chunk of a vocabulary would keep less: logits of some rows at a time are dropped with their gradients."""
+    weight = torch.empty(V, H, device=META, requires_grad=True)
+    states, rows = torch.empty(C, H, device=META, requires_grad=True), torch.arange(C, device=META)
+    best = torch.empty(C, dtype=torch.long, device=META)
+    truth = Truth(torch.empty(C, V, device=META), best, best)
+    size, _ = kept_bytes(
+        lambda: mean_losses([states], [lambda x: x @ weight.T], [weight], truth, [rows], [1.0])[0], [weight, states]
+    )
+    assert size == 4 * C * H
 
 
 def test_an_eagle3_head_of_8b_trains_in_less_than_40_gb():

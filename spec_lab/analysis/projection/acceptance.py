@@ -40,6 +40,8 @@ class RecordedDesign:
         heads: of Medusa; else 0.
         arm: the name under which its arm is shown in its run.
         drafted_share: of the target's tokens, those that a trimmed LM head of the drafter has.
+        layers: of P-EAGLE or a block drafter; 0 where they were not recorded.
+        block_size: rows of a block; 0 of other proposers.
     """
 
     name: str
@@ -53,6 +55,8 @@ class RecordedDesign:
     heads: int = 0
     arm: str = ""
     drafted_share: float = 1.0
+    layers: int = 0
+    block_size: int = 0
 
     @property
     def depth(self) -> int:
@@ -207,6 +211,8 @@ def of_steps(
         why_not=why,
         heads=int(facts.get("heads", 0) or 0),
         drafted_share=float(facts.get("drafted_share", 1.0)),
+        layers=int(facts.get("layers", 0) or 0),
+        block_size=int(facts.get("block_size", 0) or 0),
     )
 
 

@@ -77,7 +77,9 @@ def measured_deployment(
     Raises:
         ValueError: no design whose drafting it has.
     """
-    drafting, left_out = _each(designs, lambda design: by_table(design.arm, design.proposer, tables, lookup))
+    drafting, left_out = _each(
+        designs, lambda design: by_table(design.arm, design.proposer, tables, lookup, design.block_size)
+    )
     batches = tables["target"].grid.axes["batch"]
     deployment = Deployment(label, tables["target"], drafting, max(batches), left_out, min(batches))
     check([deployment])
@@ -111,7 +113,16 @@ def _deployment(
     drafting, left_out = _each(
         designs,
         lambda design: by_roofline(
-            design.proposer, target, draft, made, precision, design.heads or design.depth, lookup, design.drafted_share
+            design.proposer,
+            target,
+            draft,
+            made,
+            precision,
+            design.heads or design.depth,
+            lookup,
+            design.drafted_share,
+            design.layers,
+            design.block_size,
         ),
     )
     return Deployment(device.label, forward, drafting, room, left_out)

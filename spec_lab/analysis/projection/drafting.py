@@ -27,6 +27,8 @@ KINDS = {
     **dict.fromkeys(DRAFT_MODELS, "draft model"),
     "pard": "parallel draft model",
     **dict.fromkeys(FEATURES, "feature drafter"),
+    "peagle": "parallel feature drafter",
+    "block": "block drafter",
     "medusa": "Medusa heads",
     "hydra": "Hydra heads",
     **dict.fromkeys(LOOKUPS, "lookup"),
@@ -34,15 +36,22 @@ KINDS = {
 """The kind of each proposer whose drafting is modelled."""
 
 EAGLE3_VOCABULARY = 32_000
-"""Tokens that EAGLE-3's published heads draft, where the target has more."""
+"""Tokens that the published heads of EAGLE-3 and P-EAGLE draft, where the target has more."""
+
+LAYERS = {"peagle": 4, "block": 5}
+"""Layers of P-EAGLE's and DFlash's published drafters, where a run did not record them."""
+TAPS = 5
+"""Hidden states of the target that DFlash's published drafters read; EAGLE-3 and P-EAGLE read three."""
 
 
-First = Literal["committed", "last", "masks", "one"]
+First = Literal["committed", "last", "masks", "committed and masks", "block", "one"]
 
 PASSES_OF: dict[str, tuple[bool, First]] = {
     "draft model": (True, "last"),
     "parallel draft model": (False, "masks"),
     "feature drafter": (True, "committed"),
+    "parallel feature drafter": (False, "committed and masks"),
+    "block drafter": (False, "block"),
     "Medusa heads": (False, "one"),
     "Hydra heads": (True, "one"),
 }
@@ -57,10 +66,12 @@ class Drafting:
         forward: one pass of what drafts.
         sequential: whether each level takes a pass; else one pass drafts all.
         first: rows of the first pass: "committed", all tokens of the step before; "last", the last one, and the last
-            drafted one where all were accepted; "masks", these and one row for each further level; "one".
+            drafted one where all were accepted; "masks", these and one row for each further level; "committed and
+            masks"; "block", ``rows``, or a row above each level and the pending token where that is more; "one".
         step: what every step takes besides, whatever it drafts: a lookup on the host. Its rows are those of the
             target's forward.
         assumed: what is taken of its costs without a measurement; empty for nothing.
+        rows: of a block.
     """
 
     forward: ForwardCost = ConstantForward()
@@ -68,6 +79,7 @@ class Drafting:
     first: First = "last"
     step: ForwardCost = ConstantForward()
     assumed: str = ""
+    rows: int = 0
 
     def seconds(self, acceptance: Acceptance, length: int, batch: ArrayLike, context: float) -> np.ndarray:
         """Return the mean over steps of the seconds of drafting in a batch, ``[R]``.
@@ -103,8 +115,11 @@ class Drafting:
         ones = np.ones((len(survival), 1))
         if self.first == "one":
             return np.ones(1), ones
-        if self.first == "committed":
-            return np.arange(1.0, length + 2), -np.diff(np.hstack([ones, survival, 0 * ones]), axis=1)
+        if self.first == "block":
+            return np.array([max(float(self.rows), length + 1.0)]), ones
+        if self.first in ("committed", "committed and masks"):
+            masks = length - 1.0 if self.first == "committed and masks" else 0.0
+            return np.arange(1.0, length + 2) + masks, -np.diff(np.hstack([ones, survival, 0 * ones]), axis=1)
         least = float(length) if self.first == "masks" else 1.0
         return np.array([least, least + 1]), np.hstack([1 - survival[:, -1:], survival[:, -1:]])
 
@@ -118,6 +133,8 @@ def by_roofline(
     levels: int,
     lookup: float = 0.0,
     drafted_share: float = 1.0,
+    layers: int = 0,
+    rows: int = 0,
 ) -> Drafting:
     """Return how a proposer drafts for a target, by the roofline.
 
@@ -125,6 +142,11 @@ def by_roofline(
     - EAGLE and MTP compute one layer of the target's shape, the projection of what it reads (two inputs of the target's
       width; EAGLE-3: its attention reads two, and features of three layers are projected once), and an LM head. That of
       EAGLE-3 has at most ``EAGLE3_VOCABULARY`` tokens.
+    - P-EAGLE computes ``layers`` layers of the target's shape by one pass, the first of which reads two inputs, over
+      the tokens of the step before and a mask row for each further level, and an LM head as EAGLE-3's.
+    - A block drafter computes ``layers`` layers of the target's shape over the rows of its block, the projection of
+      what it reads, and an LM head. Its keys and values of the step before, and the small products of DSpark's,
+      Domino's and DFlash2's heads, are left out.
     - Medusa computes all heads at once: each a layer of H x H and an LM head (2401.10774).
     - Hydra computes a head for each level: a layer that reads the target's state and the embeddings of the drafted
       tokens, on average (levels + 3) / 2 inputs of width H, and an LM head (2402.05109).
@@ -139,6 +161,8 @@ def by_roofline(
         levels: of the recorded drafts; Medusa has a head for each.
         lookup: seconds of a lookup.
         drafted_share: of the rows of an LM head, those that the drafter computes (a trimmed vocabulary).
+        layers: of P-EAGLE or a block drafter; 0: ``LAYERS``.
+        rows: of a block; 0: one above each level.
 
     Raises:
         ValueError: a proposer whose drafting is not modelled, or a draft model that was not chosen.
@@ -156,15 +180,19 @@ def by_roofline(
         matrices = round(hidden * hidden * (levels + 3) / 2)
         forward = made(work(matrices, head, (0, 0), precision), 1)
     else:
-        extra = 2 * hidden * hidden
-        if proposer == "eagle3":
+        count, extra = layers or LAYERS.get(proposer, 1), 2 * hidden * hidden
+        if proposer in ("eagle3", "peagle"):
             head = min(head, hidden * EAGLE3_VOCABULARY)
             extra = hidden * target.head_dim * (target.heads + 2 * target.kv_heads)  # of two inputs
-        forward = made(work(target.layer_weights + extra, head, target.attention(1), precision), 1)
-    return Drafting(forward, *PASSES_OF[kind])
+        elif kind == "block drafter":
+            extra = TAPS * hidden * hidden
+        forward = made(work(count * target.layer_weights + extra, head, target.attention(count), precision), count)
+    return Drafting(forward, *PASSES_OF[kind], rows=rows)
 
 
-def by_table(arm: str, proposer: str, tables: Mapping[str, MeasuredForward], lookup: float = 0.0) -> Drafting:
+def by_table(
+    arm: str, proposer: str, tables: Mapping[str, MeasuredForward], lookup: float = 0.0, rows: int = 0
+) -> Drafting:
     """Return how a proposer drafts, by measured forwards: the rows of its arm, else of its name, else of "draft".
 
     Rows that name another proposer do not count.
@@ -175,6 +203,7 @@ def by_table(arm: str, proposer: str, tables: Mapping[str, MeasuredForward], loo
         tables: measured forwards: a pass of what drafts; of lookups, a step's.
         lookup: seconds of a lookup, in place of measured ones; 0 for these. Lookups that no row measures are taken as
             free, which ``Drafting.assumed`` says.
+        rows: of a block.
 
     Raises:
         ValueError: its drafting is not modelled, or no rows measure it.
@@ -194,7 +223,7 @@ def by_table(arm: str, proposer: str, tables: Mapping[str, MeasuredForward], loo
     if not fits:
         why = "; ".join([f"--costs has no rows whose model is {proposer} or draft", *wrong])
         raise ValueError(f"{why}; measure what drafts, too")
-    return Drafting(next(iter(fits.values())), *PASSES_OF[kind])
+    return Drafting(next(iter(fits.values())), *PASSES_OF[kind], rows=rows)
 
 
 def passes(proposer: str, depth: float) -> float:

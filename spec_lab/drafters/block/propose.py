@@ -103,7 +103,7 @@ class BlockDrafter(TapDrafter):
         """See ``Part``."""
         settings = self.network.settings
         head = None if settings.head is None else settings.head.kind
-        return super().facts | {"block_size": settings.block_size, "head": head}
+        return super().facts | {"layers": settings.layers, "block_size": settings.block_size, "head": head}
 
     def levels(self, sequence: SequenceState, room: int) -> int:
         """See ``TreeProposer``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Annotated, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
@@ -62,6 +62,11 @@ class PEagleDrafter(ShiftedDrafter):
         self.network, self.context, self.reserve = network, target.context, plan.depth
         device, dtype = target.lm.device, dtype or target.lm.dtype
         self.lm = BlockLM(network.rows, network.layers, device, dtype, kinds=network.kinds, skip=network.skip)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``Part``."""
+        return super().facts | {"layers": self.network.layers}
 
     @staticmethod
     @checked

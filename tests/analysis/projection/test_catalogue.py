@@ -209,7 +209,7 @@ def test_each_design_drafts_with_heads_of_its_own_number():
     assert four == pytest.approx(2 * two)
 
 
-@pytest.mark.parametrize("proposer", ["draft_chain", "eagle", "hydra", "medusa"])
+@pytest.mark.parametrize("proposer", ["draft_chain", "eagle", "hydra", "medusa", "block"])
 def test_a_trimmed_lm_head_costs_its_share(proposer):
     whole = design(np.ones((2, 2)), "whole", proposer)
     designs = [whole, replace(whole, name="half", drafted_share=0.5), replace(whole, name="none", drafted_share=0.0)]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from spec_lab.analysis.projection import measured_deployment, notes
+from spec_lab.analysis.projection import catalogue, measured_deployment, notes
 from spec_lab.analysis.projection.costs import measured
-from spec_lab.analysis.projection.drafting import by_table
+from spec_lab.analysis.projection.drafting import by_roofline, by_table
 from tests.analysis.projection.test_catalogue import GRID, design
 
 HEAD = "model,tokens,batch,context,seconds,proposer\n"
@@ -46,3 +46,29 @@ def test_rows_of_one_name_measure_one_proposer(tmp_path):
     file.write_text(file.read_text().replace("ngram", "suffix", 1))
     with pytest.raises(ValueError, match="rows of mine name the proposers suffix and ngram"):
         measured(file)
+
+
+class Counted:
+    """A forward whose seconds are its rows."""
+
+    def __init__(self, work, layers):
+        self.work, self.layers = work, layers
+
+    def seconds(self, rows, batch, context):
+        return np.asarray(rows, dtype=float) * np.ones_like(np.asarray(batch, dtype=float))
+
+
+@pytest.mark.parametrize(
+    ("proposer", "layers", "rows", "computed", "pass_rows"),
+    [("peagle", 0, 0, 4, 1 + 2), ("peagle", 2, 0, 2, 1 + 2), ("block", 0, 0, 5, 3 + 1), ("block", 2, 8, 2, 8)],
+)
+def test_drafters_of_all_levels_compute_their_layers_once(proposer, layers, rows, computed, pass_rows):
+    """Three levels of which no token is accepted: one committed token, and two mask rows or a block."""
+    target, precision = catalogue.model("--model", "llama-3.1-8b"), catalogue.precision("bf16")
+    drafting = by_roofline(proposer, target, None, Counted, precision, 3, layers=layers, rows=rows)
+    one = by_roofline("eagle", target, None, Counted, precision, 3).forward
+    assert drafting.forward.layers == computed and one.layers == 1
+    assert drafting.forward.work.attention[0].kv_bytes == computed * one.work.attention[0].kv_bytes
+    assert computed - 0.9 < drafting.forward.work.row_flops / (2 * target.layer_weights) < computed + 0.9
+    rejected = design(np.zeros((2, 3))).draws(0)
+    assert drafting.seconds(rejected, 3, 1, 0).tolist() == [pass_rows]
