@@ -23,7 +23,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Texts:
+class PlannedTexts:
     """The texts of a training before they are there.
 
     Args:
@@ -40,7 +40,7 @@ class Texts:
 
 
 def forecast(
-    texts: Texts, writer: Target, batch_size: int, sampling: Sampling, number_bytes: int, folder: Path
+    texts: PlannedTexts, writer: Target, batch_size: int, sampling: Sampling, number_bytes: int, folder: Path
 ) -> Iterator[str]:
     """Yield sentences on the time of the answers and on the disk that hidden states take.
 
@@ -130,7 +130,7 @@ def step_seconds(target: Target, proposers: dict[int, Any], batch: int, sampling
     return best
 
 
-def bounded(lengths: Sequence[tuple[int, int]], new_tokens: int, context: int, known: bool) -> Texts:
+def bounded(lengths: Sequence[tuple[int, int]], new_tokens: int, context: int, known: bool) -> PlannedTexts:
     """Return the texts of conversations: of each the tokens of its first prompt, and how often it is answered.
 
     Args:
@@ -141,7 +141,7 @@ def bounded(lengths: Sequence[tuple[int, int]], new_tokens: int, context: int, k
     """
     added = 0 if known else new_tokens
     texts = [min(prompt + (turn + 1) * added, context) for prompt, turns in lengths for turn in range(turns)]
-    return Texts(len(texts), len(texts) * added, sum(texts), max(texts, default=2))
+    return PlannedTexts(len(texts), len(texts) * added, sum(texts), max(texts, default=2))
 
 
 def spell(seconds: float) -> str:

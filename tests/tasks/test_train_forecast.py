@@ -14,17 +14,17 @@ from tests.tiny import tiny_target
 
 def test_texts_are_bounded_by_prompts_turns_and_new_tokens():
     texts = said.bounded([(10, 1), (20, 2)], 8, 30, known=False)
-    assert texts == said.Texts(answers=3, new_tokens=24, tokens=18 + 28 + 30, longest=30)
-    assert said.bounded([(10, 1), (20, 1)], 8, 30, known=True) == said.Texts(2, 0, 30, 20)
+    assert texts == said.PlannedTexts(answers=3, new_tokens=24, tokens=18 + 28 + 30, longest=30)
+    assert said.bounded([(10, 1), (20, 1)], 8, 30, known=True) == said.PlannedTexts(2, 0, 30, 20)
 
 
 def test_times_follow_from_the_measured_rate_and_the_disk_from_the_states(tmp_path, monkeypatch):
     monkeypatch.setattr(said, "step_seconds", lambda *_: {0: 0.5})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(100))
-    lines = [*said.forecast(said.Texts(6, 3600, 50, 20), None, 4, Sampling(), 10, tmp_path / "texts")]
+    lines = [*said.forecast(said.PlannedTexts(6, 3600, 50, 20), None, 4, Sampling(), 10, tmp_path / "texts")]
     assert "8 tokens per second" in lines[0] and "0:07:30" in lines[0]
     assert "500 bytes" in lines[1] and "100 bytes are free" in lines[1] and len(lines) == 3
-    kept = said.forecast(said.Texts(6, 0, 5, 2), None, 4, Sampling(), 10, tmp_path)
+    kept = said.forecast(said.PlannedTexts(6, 0, 5, 2), None, 4, Sampling(), 10, tmp_path)
     assert len([*kept]) == 1  # answers that exist take no time
     sentence = said.training_sentence(TrainingNeed(fixed=100, text=50, tokens=20, seconds=4.0), 90, 2, 3, 16)
     assert (
