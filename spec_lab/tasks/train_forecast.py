@@ -1,4 +1,4 @@
-"""What a training will take, and what its drafter must achieve: printed before the answers, which may take hours."""
+"""Time, memory and disk of a training, and the tau that pays: printed before the answers, which may take hours."""
 
 from __future__ import annotations
 
