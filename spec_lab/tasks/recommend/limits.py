@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -59,51 +60,76 @@ class TimeLimit:
 
 
 def fixed_costs(
-    target: Target, batches: Mapping[int, float], sampling: Sampling, cache: CostCache | None = None
+    target: Target,
+    batches: Sequence[int],
+    seconds: float,
+    sampling: Sampling,
+    cache: CostCache | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, StepCosts]:
     """Measure the seconds of a step of fixed draft trees, interleaved over their sizes; cached costs cost no time.
 
     Args:
         target: computes.
-        batches: the seconds that the measurement of each batch size may take; the first must be measured.
+        batches: batch sizes; the first must be measured.
+        seconds: that all of it may take. The first batch size may take most of them, each further one half of the rest,
+            if that is as long as the one before took.
         sampling: of the requests.
         cache: of measured costs; None: the user's.
+        clock: returns the seconds since any moment.
 
     Returns:
-        The costs of each batch size that fits into its seconds.
+        The costs of each batch size that fits.
 
     Raises:
         TooSlow: the first does not fit.
     """
     cache = CostCache(default_folder()) if cache is None else cache
-    threads = torch.get_num_threads() if target.lm.device.type == "cpu" else 1
     costs: dict[int, StepCosts] = {}
-    for batch, seconds in batches.items():
-        fixed = {size: Fixed(size, target.vocabulary) for size in SIZES if _fits(target, size, batch)}
-
-        def timed(batch: int = batch, seconds: float = seconds, fixed: Mapping[int, Fixed] = fixed) -> StepCosts:
-            with visits(target, fixed, batch, sampling) as visit:
-                sizes, spent = [0], VISIT * min(visit(0))
-                if spent * FEWEST * PASSES > seconds:
-                    raise TooSlow(
-                        f"a step takes {spent / VISIT:.2g} s at batch size {batch}, and the {seconds:.0f} s for "
-                        f"measuring steps hold fewer than the {FEWEST * VISIT * PASSES} steps that this takes"
-                    )
-                for size in list(fixed)[1:]:
-                    spent += VISIT * min(visit(size))
-                    if spent * PASSES > seconds and len(sizes) >= FEWEST:
-                        break
-                    sizes.append(size)
-                least, most = min(3.0, seconds / PASSES), seconds / 2
-                return measure(visit, {size: size + 1.0 for size in sizes}, least, threads, longest=most)
-
-        under = conditions(target, "fixed trees", [(size,) for size in fixed], batch, sampling)
+    began, took = clock(), 0.0
+    for batch in batches:
+        left = seconds - (clock() - began)
+        share = left * (0.5 if costs else 0.6)
+        if costs and share < took:
+            break
+        sizes = [size for size in SIZES if _fits(target, size, batch)]
+        under = conditions(target, "fixed trees", [(size,) for size in sizes], batch, sampling)
+        start = clock()
         try:
-            costs[batch] = cache.costs(under, list(fixed), timed)
+            costs[batch] = cache.costs(under, sizes, partial(_timed, target, sizes, batch, share, sampling, clock))
         except TooSlow:
             if not costs:
                 raise
+        took = clock() - start
     return costs
+
+
+def _timed(
+    target: Target, sizes: Sequence[int], batch: int, seconds: float, sampling: Sampling, clock: Callable[[], float]
+) -> StepCosts:
+    """Time the sizes that fit into the seconds, the computation of the prompts included.
+
+    Raises:
+        TooSlow: not even two do.
+    """
+    start, threads = clock(), torch.get_num_threads() if target.lm.device.type == "cpu" else 1
+    fixed = {size: Fixed(size, target.vocabulary) for size in sizes}
+    with visits(target, fixed, batch, sampling) as visit:
+        room = seconds - (clock() - start)
+        spent = VISIT * min(visit(0))
+        if spent * FEWEST * PASSES > room:
+            raise TooSlow(
+                f"a step takes {spent / VISIT:.2g} s at batch size {batch}, and the {max(room, 0.0):.0f} s for "
+                f"measuring steps hold fewer than the {FEWEST * VISIT * PASSES} that this takes"
+            )
+        some = [0]
+        for size in sizes[1:]:
+            spent += VISIT * min(visit(size))
+            if spent * PASSES > room and len(some) >= FEWEST:
+                break
+            some.append(size)
+        least, most = min(3.0, room / PASSES), room / 2
+        return measure(visit, {size: size + 1.0 for size in some}, least, threads, longest=most)
 
 
 def _fits(target: Target, size: int, batch: int) -> bool:

@@ -30,11 +30,11 @@ from spec_lab.verify import Match
 
 FILE = "progress.json"
 
-COSTS, RECORDINGS = 0.2, 0.5
+COSTS, RECORDINGS = 0.3, 0.6
 """Shares of the time until which steps are timed and families are recorded; the rest confirms."""
 
 MAX_RECORDED = 12
-"""Groups of prompts that each family is recorded on at most."""
+"""Groups of prompts that each family is recorded on at most; half of all at most, so that others confirm."""
 
 PROMISING = 0.8
 """Predicted speed-up below which a mode is not measured, unless it is the best."""
@@ -130,11 +130,9 @@ class Stages:
         if self.costs or self.too_slow:
             return
         self.bar.set_postfix_str("measuring steps")
-        room = max(self.limit.left(COSTS), 0.0)
-        others = [size for size in BATCHES if size != self.batch]
-        batches = {self.batch: room, **dict.fromkeys(others, room / (1 + len(BATCHES)))}
+        batches = dict.fromkeys((self.batch, *BATCHES))
         try:
-            measured = fixed_costs(self.lab.target, batches, self.lab.sampling)
+            measured = fixed_costs(self.lab.target, list(batches), max(self.limit.left(COSTS), 0.0), self.lab.sampling)
         except TooSlow as slow:
             self.too_slow = str(slow)
             return
@@ -151,7 +149,7 @@ class Stages:
             return
         arms: dict[str, Loop | None] = {}
         recording = replace(self.settings, record="replay")
-        for turn in range(min(MAX_RECORDED, len(self.groups))):
+        for turn in range(min(MAX_RECORDED, len(self.groups) // 2)):
             for number, family in enumerate((None, *self.families)):
                 name = BASELINE if family is None else family.mode.name
                 at = turn * (len(self.families) + 1) + number

@@ -84,7 +84,7 @@ def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) 
         return (
             f"Run {confirmed.fastest}: {mean:.2f} times the speed of decoding without speculation [{low:.2f}, "
             f"{high:.2f}], measured on {confirmed.groups[confirmed.fastest]} groups of prompts (an interval "
-            f"of {percent}, which allows for {len(few)} modes and several looks)."
+            f"of {percent}, which allows for the number of modes, {len(few)}, and for several looks)."
         )
     if stages.too_slow:
         return f"Run no speculation: nothing was measured, since {stages.too_slow}; give more minutes."
@@ -98,11 +98,11 @@ def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) 
     if math.isnan(low):
         return (
             f"Run no speculation: the time ended after {confirmed.groups[name]} groups of prompts, too few to show "
-            f"that any of {len(few)} modes is faster (best: {name}, {mean:.2f}); give more minutes."
+            f"that a mode is faster (best of {len(few)} measured: {name}, {mean:.2f}); give more minutes."
         )
     shown = "is slower" if high < 1 else "was not shown to be faster"
     return (
-        f"Run no speculation: the best of {len(few)} measured modes, {name}, {shown}: {mean:.2f} times the baseline's "
+        f"Run no speculation: {name}, the best of {len(few)} measured, {shown}: {mean:.2f} times the baseline's "
         f"speed [{low:.2f}, {high:.2f}] (an interval of {percent})."
     )
 

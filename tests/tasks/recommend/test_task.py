@@ -11,20 +11,23 @@ from rich.console import Console
 
 from spec_lab.analysis import report
 from spec_lab.core.draft import Draft
+from spec_lab.core.files import write_json
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.progress import Progress
 from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.propose import Null
 from spec_lab.propose.cost_cache import CostCache
 from spec_lab.replay.recorded_trees import of_rows
-from spec_lab.results.writer import load, replay_rows_of
+from spec_lab.results.schema import TIMING_COLUMNS
+from spec_lab.results.writer import Recorder, load, replay_rows_of
 from spec_lab.tasks.cost.timing import Fixed
 from spec_lab.tasks.recommend import recommend
 from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
 from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
 from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
-from spec_lab.tasks.recommend.stages import FILE
+from spec_lab.tasks.recommend.stages import FILE, Stages
 from spec_lab.verify import Token, Typical
 from tests.labs import lab, settings
 from tests.tiny import tiny_target
@@ -140,15 +143,44 @@ def test_the_time_of_a_resumed_run_goes_on():
     assert (limit.spent, limit.left(), limit.left(0.5)) == (5.0, 4.0, -2.0)
 
 
+def stages(folder, used, seconds, per_call):
+    """Stages whose costs are known, with a clock that only goes on while it is read."""
+    chosen, now = settings(folder, batch_size=1, max_new_tokens=NEW), [0.0]
+
+    def clock():
+        now[0] += per_call
+        return now[0]
+
+    known = {"seconds": 0.0, "costs": {"1": {"0": 0.01, "8": 0.01}}, "max_new_tokens": NEW}
+    write_json(folder / FILE, known)
+    family = ModeFamily(SpeculativeMode("ngram", {"depth": 4}), ["depth"])
+    recorder = Recorder(folder, ["policy", *TIMING_COLUMNS], "replay")
+    groups, limit = [[number] for number in range(len(TEXTS))], TimeLimit(seconds, clock=clock)
+    return Stages(used, chosen, [family], used.modes, groups, recorder, limit, Progress(disable=True))
+
+
+@pytest.mark.parametrize("seconds", [20.0, 60.0, 400.0])
+def test_no_group_begins_that_is_not_expected_to_end_in_time(tmp_path, seconds):
+    made = stages(tmp_path, planted(), seconds, per_call=1.0)
+    made.record()
+    assert made.recorded and made.limit.spent <= 0.8 * seconds + 8
+    recorded = load(tmp_path).requests
+    assert set(recorded["arm"]) == {"baseline", "ngram depth=4"} or seconds == 20.0
+    assert len(recorded) == len(TEXTS) or seconds < 400.0, "half of the prompts, by two arms"
+    few, confirmed = made.confirm(made.judge())
+    assert made.limit.spent <= seconds + 8
+    assert confirmed.ended == "time" or seconds == 400.0
+    assert [mode.mode.options["depth"] for mode in few] == [4] * len(few)
+
+
 def test_costs_are_measured_within_their_seconds_and_cached(tmp_path):
     target, cache = tiny_target(), CostCache(tmp_path)
-    first = fixed_costs(target, {1: 2.0, 2: 2.0}, Sampling(0.0), cache)
-    assert set(first) == {1, 2} and list(first[1].seconds)[:2] == [0, 1]
-    again = fixed_costs(target, {1: 2.0}, Sampling(0.0), cache)
+    first = fixed_costs(target, [1, 2], 4.0, Sampling(0.0), cache)
+    assert next(iter(first)) == 1 and list(first[1].seconds)[:2] == [0, 1]
+    again = fixed_costs(target, [1], 2.0, Sampling(0.0), cache)
     assert again[1].seconds == first[1].seconds or not first[1].steady
     with pytest.raises(TooSlow, match="a step takes .* at batch size 3"):
-        fixed_costs(target, {3: 1e-6}, Sampling(0.0), cache)
-    assert Fixed(2, 61).branches
+        fixed_costs(target, [3], 1e-6, Sampling(0.0), cache)
 
 
 # The task ------------------------------------------------------------------------------------------------------------
