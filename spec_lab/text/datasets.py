@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -64,6 +65,7 @@ def load(
     path: str | None = None,
     revision: str | None = None,
     limit: Count | None = None,
+    every: Count = 1,
     template: Filled = "checkpoint",
     system: str | None = None,
     thinking: bool | None = None,
@@ -78,6 +80,7 @@ def load(
         path: the file, or its folder; None: the bundled file, if there is one and no revision, else from the hub.
         revision: branch, tag or commit on the hub; None: main.
         limit: number of questions, from the first; None: all.
+        every: 8: only each eighth of these, from the first; 1: all.
         template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
             file.
         system: system prompt.
@@ -99,7 +102,7 @@ def load(
     else:
         file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
     prompts = {}
-    for where, line, record in records(file, limit, columns=dataset.columns):
+    for where, line, record in islice(records(file, limit, columns=dataset.columns), 0, None, every):
         given, asked, workload, answer = dataset.read(where, record, template == "none")
         named = given or f"{Path(file).name.partition('.')[0]}-{line}"
         prompts[line] = how.prompt(named, asked, workload, dataset.source, answer, where=where)
