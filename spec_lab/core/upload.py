@@ -42,7 +42,10 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     for array in arrays:
         starts.append(end)
         end += -(-array.nbytes // ALIGNED) * ALIGNED
-    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    if device.type == "cuda":
+        staged = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+    else:  # fake tensors have no memory
+        staged = torch.from_numpy(np.empty(end, dtype=np.uint8))
     memory = staged.numpy()
     for array, start in zip(arrays, starts, strict=True):
         memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
