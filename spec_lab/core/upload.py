@@ -44,9 +44,10 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
         end += -(-array.nbytes // ALIGNED) * ALIGNED
     if device.type == "cuda":
         staged = torch.empty(end, dtype=torch.uint8, pin_memory=True)
-    else:  # fake tensors have no memory
-        staged = torch.from_numpy(np.empty(end, dtype=np.uint8))
-    memory = staged.numpy()
+        memory = staged.numpy()
+    else:  # of one byte at least: an empty array has no stride. (A fake tensor has no memory to write to.)
+        memory = np.empty(max(1, end), dtype=np.uint8)
+        staged = torch.from_numpy(memory)
     for array, start in zip(arrays, starts, strict=True):
         memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     _COUNTED.uploads += 1
