@@ -174,8 +174,9 @@ ORIGINALS = {
 SMALL = {
     "a window of 8, speculators", "interleaved stated", "is_neox_style stated", "interleaved weights",
     "linear scaling", "the theta of mrope", "states in the order 1 0 2",
+    "layers as states, and a wrong residual",
 }  # fmt: skip
-"""Heads whose tau is broken a little, so that many texts are needed to see it."""
+"""Heads whose tau is broken a little, or in two ways, so that many texts are needed to see it."""
 
 
 @pytest.fixture(scope="module")
