@@ -47,16 +47,19 @@ def confirm(
     decode: Callable[[int, Sequence[str]], bool],
     speedup: Callable[[str, float], Interval],
     looks: Sequence[int],
+    fits: Callable[[int, int, Sequence[str]], bool] = lambda number, count, names: True,
 ) -> Confirmed:
     """Decode groups with the modes until one is ahead with its interval, all are slower, or there are no more.
 
-    At each look a mode whose interval is below 1 is dropped, and of several others the slower half.
+    At each look a mode whose interval is below 1 is dropped, and of several others the slower half. Before, the slowest
+    are dropped as long as the groups until the look do not fit into the time with all.
 
     Args:
         names: the modes, the best predicted one first.
         decode: decodes the group of a number with modes and the baseline; returns False where no time is left.
         speedup: of a mode so far, at a level of confidence.
         looks: numbers of groups after which the modes are compared, ascending.
+        fits: returns whether so many further groups, from the one of a number on, fit into the time with modes.
     """
     level = 1 - ERROR / (max(1, len(names)) * max(1, len(looks)))
     alive, known = list(names), dict[str, Interval]()
@@ -64,6 +67,8 @@ def confirm(
     number = 0
     for look in looks:
         while alive and number < look:
+            while len(alive) > 1 and not fits(number, look - number, alive):
+                alive.remove(min(alive, key=lambda name: speedup(name, level).mean) if number else alive[-1])
             if not decode(number, alive):
                 ended = "time"
                 break
@@ -77,6 +82,7 @@ def confirm(
         if not alive or (len(alive) == 1 and known[alive[0]].low > 1):
             ended = "faster" if alive else "slower"
             break
+    known |= {name: speedup(name, level) for name in names if groups[name]}
     faster = [name for name in known if known[name].low > 1]
     fastest = max(faster, key=lambda name: known[name].mean, default="")
     return Confirmed(known, groups, level, fastest, ended)

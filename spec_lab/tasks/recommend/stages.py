@@ -252,14 +252,16 @@ class Stages:
             self.policies = self.limit.left() >= POLICY_SECONDS
             best = best_few(judged, self.batch, MAX_CONFIRMED, self.policies)
             together = self._seconds(BASELINE) * np.cumsum([1, *(1 / mode.at(self.batch) for mode in best)])
-            fits = int((together * MIN_CLUSTERS <= self.limit.left()).sum()) - 1
+            able = int((together * MIN_CLUSTERS <= self.limit.left()).sum()) - 1
             promising = sum(mode.at(self.batch) >= PROMISING for mode in best)
-            self.count = max(1, min(fits, promising))
+            self.count = max(1, min(able, promising))
             self.keep()
         few = best_few(judged, self.batch, self.count, self.policies) if judged else []
         settings = replace(self.settings, record="none")
         arms: dict[str, Loop | None] = {}
         modes = {mode.mode.name: mode for mode in few}
+        for name, mode in modes.items():
+            self.took.setdefault(name, self._seconds(BASELINE) / mode.at(self.batch))
 
         def decode(number: int, alive: Sequence[str]) -> bool:
             at = self.first + number
@@ -281,7 +283,14 @@ class Stages:
             requests = load(self.settings.output_dir).requests
             return paired_speedup(requests, name, level, self.first, len(self.groups))
 
-        return few, confirm(list(modes), decode, speedup, LOOKS)
+        def fits(number: int, count: int, names: Sequence[str]) -> bool:
+            known = self.first + number in self.finished
+            return known or count * sum(map(self._seconds, (BASELINE, *names))) <= self.limit.left()
+
+        done = confirm(list(modes), decode, speedup, LOOKS, fits)
+        requests = load(self.settings.output_dir).requests
+        groups = requests[requests["group"] >= self.first].groupby("arm")["group"].nunique()
+        return few, replace(done, groups={name: int(groups.get(name, 0)) for name in modes})
 
     def _confirming(self, number: int) -> list[Turn]:
         """Return a group that confirms modes: those that were not recorded come first, and all again after them."""

@@ -74,6 +74,19 @@ def test_the_end_of_the_time_leaves_what_was_measured(groups, fastest):
         assert done.ended in ("time", "faster") and (done.fastest == "") == (done.speedups["a"].low <= 1)
 
 
+def test_the_slowest_are_dropped_where_the_look_does_not_fit_into_the_time_with_all():
+    machine = Machine({"a": 1.1, "best": 1.6, "c": 0.7}, noise=0.01)
+
+    def fits(number, count, names):
+        return number < 3 or len(names) < 2
+
+    done = confirm(list(machine.speeds), machine.decode, machine.speedup, LOOKS, fits)
+    assert (done.fastest, machine.decoded["a"], machine.decoded["c"]) == ("best", 3, 3)
+    assert np.isnan(done.speedups["c"].low) and done.speedups["c"].mean == pytest.approx(0.7, rel=0.1)
+    nothing = confirm(["a", "b"], lambda number, names: False, machine.speedup, LOOKS, lambda *given: False)
+    assert nothing.ended == "time" and nothing.groups == {"a": 0, "b": 0}
+
+
 def test_nothing_to_measure_is_no_error():
     done = confirm([], lambda number, names: True, lambda name, level: 1 / 0, LOOKS)
     assert (done.fastest, done.ended) == ("", "slower")
