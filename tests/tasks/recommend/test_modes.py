@@ -16,6 +16,7 @@ UNION = {"parts": {"suffix": {"proposer": "ngram", "depth": 3}, "heads": {"propo
 MODES = {
     "ngram depth=3": SpeculativeMode("ngram", {"depth": 3}),
     'recycling tree="1"': SpeculativeMode("recycling", {"tree": "1"}),
+    "recycling tree=0 1 0.0": SpeculativeMode("recycling", {"tree": "0 1 0.0"}),
     "union suffix=ngram suffix.depth=3 heads=recycling heads.tree=4x2": SpeculativeMode("union", UNION),
     "suffix policy.depth=2": SpeculativeMode("suffix", {}, "fixed", {"depth": 2}),
     "ngram policy=goodput scope=request": SpeculativeMode("ngram", {}, "goodput", {"scope": "request"}),
