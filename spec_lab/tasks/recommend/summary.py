@@ -93,7 +93,7 @@ def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) 
     known = {name: interval for name, interval in confirmed.speedups.items() if not math.isnan(interval.mean)}
     if not known:
         return "Run no speculation: the time ended before a mode was measured; give more minutes."
-    name = max(known, key=lambda name: known[name].mean)
+    name = max(known, key=lambda name: (not math.isnan(known[name].low), known[name].mean))  # with an interval first
     mean, low, high = known[name]
     if math.isnan(low):
         return (

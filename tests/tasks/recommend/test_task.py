@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis import report
+from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.core.draft import Draft
 from spec_lab.core.files import write_json
 from spec_lab.core.probabilities import Sampling
@@ -24,10 +25,12 @@ from spec_lab.results.schema import TIMING_COLUMNS
 from spec_lab.results.writer import Recorder, load, replay_rows_of
 from spec_lab.tasks.cost.timing import Fixed
 from spec_lab.tasks.recommend import recommend
+from spec_lab.tasks.recommend.confirm import Confirmed
 from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
 from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
 from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
 from spec_lab.tasks.recommend.stages import FILE, Stages
+from spec_lab.tasks.recommend.summary import conclusion
 from spec_lab.verify import Token, Typical
 from tests.labs import lab, settings
 from tests.tiny import tiny_target
@@ -181,6 +184,16 @@ def test_costs_are_measured_within_their_seconds_and_cached(tmp_path):
     assert again[1].seconds == first[1].seconds or not first[1].steady
     with pytest.raises(TooSlow, match="a step takes .* at batch size 3"):
         fixed_costs(target, [3], 1e-6, Sampling(0.0), cache)
+
+
+def test_the_verdict_is_on_the_best_mode_that_has_an_interval(tmp_path):
+    measured = {"few groups": Interval(1.9, *[float("nan")] * 2), "enough": Interval(0.9, 0.8, 1.1)}
+    done = Confirmed(measured, {"few groups": 3, "enough": 8}, 0.99, "", "time")
+    few = [JudgedMode(SpeculativeMode(name), 0, 2.0, 1.0, {1: 1.0}) for name in measured]
+    assert conclusion(stages(tmp_path, planted(), 60.0, 1.0), few, done) == (
+        "Run no speculation: enough, the best of 2 measured, was not shown to be faster: 0.90 times the "
+        "baseline's speed [0.80, 1.10] (an interval of 99.0%)."
+    )
 
 
 # The task ------------------------------------------------------------------------------------------------------------
