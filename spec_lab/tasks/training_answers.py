@@ -10,17 +10,21 @@ from hashlib import sha256
 from typing import Any
 
 from spec_lab.core.options import WrongOption
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
 from spec_lab.core.user_cache import default_folder
 from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import gguf
 from spec_lab.models.target import Target
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.text.answers import AnsweredText, is_run, read_answers
+from spec_lab.text.answers import AnsweredText, is_run, read_answers, run_facts
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.train.record import answer
 
 log = logging.getLogger(__name__)
+
+UNCONSTRAINED = "spec_lab.constrain.load.none"
+"""What a run's config names as its constraint where it has none."""
 
 Conversation = tuple[int, int]
 """The number of a prompt, or of an answered text, and which answer to it this is, from 0."""
@@ -118,6 +122,11 @@ def answers_of(
         if answers > 1 or generate is not None:
             other = "generate" if answers == 1 else f"answers={answers}"
             raise WrongOption(f"answers_from names answers that exist already: leave {other} out, which asks for new")
+        if other := sampled_otherwise(answers_from, lab.sampling):
+            log.warning(
+                "task.answers_from=%s holds answers of %s: the drafter learns from them, and the estimate on held-out "
+                "ones is of them; what is measured by decoding is not", answers_from, other,
+            )  # fmt: skip
         known = known_answers(lab, settings, answers_from)
         number = len(known)
     first = number - max(1, round(held_out * number))
@@ -126,6 +135,27 @@ def answers_of(
     learned = [(place, repeat) for repeat in range(answers) for place in range(first)]
     rest = [(place, 0) for place in range(first, number)]
     return Answers(lab, settings, _writer(lab, generate), known, learned, rest)
+
+
+def sampled_otherwise(path: str, sampling: Sampling) -> str:
+    """Return how answers of a run were sampled otherwise than by ``sampling`` without a constraint.
+
+    It is empty if they were not, or if it is not known, as of files of conversations.
+
+    Raises:
+        OSError, ValueError: the run's manifest cannot be read.
+    """
+    facts = run_facts(path)
+    stated, config = (part if isinstance(part := facts.get(name), dict) else {} for name in ("sampling", "config"))
+    for name, value in asdict(sampling).items():
+        if name in stated and stated[name] != value:
+            return f"sampling.{name}={stated[name]}, and this run has {value}"
+    constraint = config.get("constraint")
+    named = constraint.get("_target_", UNCONSTRAINED) if isinstance(constraint, dict) else UNCONSTRAINED
+    if named != UNCONSTRAINED:
+        return f"a constraint ({named}), and this run has none"
+    masked = next((name for name in ("banned_strings", "min_new_tokens") if config.get(name)), "")
+    return masked and f"{masked}={config[masked]}, and this run has none"
 
 
 def texts_hash(texts: Sequence[AnsweredText]) -> str:
@@ -137,13 +167,18 @@ def known_answers(lab: Lab, settings: Settings, path: str) -> list[AnsweredText]
     """Return answers that exist already, cut to the run's number of tokens and to the target's context.
 
     Raises:
-        ValueError: as in ``read_answers``; no prompt leaves room for an answer.
+        ValueError: as in ``read_answers``; a token that the target does not have; no prompt leaves room for an answer.
     """
     target, template = lab.target, next((prompt.template for prompt in lab.prompts if prompt.template), ChatTemplate())
     if not is_run(path) and not template.of(target.tokenizer):
         log.warning("The tokenizer of %s has no chat template: the messages of %s are plain text", target.name, path)
     weights = {digest for digest in (target.sha256, target.source_sha256) if digest}
     read = read_answers(path, target.tokenizer, target.ends, template, weights)
+    if wrong := next((text for text in read if max(text.tokens) >= target.vocabulary), None):
+        raise WrongOption(
+            f"answers_from={path}: '{wrong.name}' has the token {max(wrong.tokens)}, and the target has "
+            f"{target.vocabulary}: name answers of this target"
+        )
     texts = [text for text in (text.cut(settings.max_new_tokens, target.context - 1) for text in read) if text.answers]
     if len(texts) < len(read):
         log.warning(

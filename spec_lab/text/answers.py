@@ -1,6 +1,7 @@
 """Answers that exist already: of an earlier run, or in a file of conversations; from files to token ids.
 
-Training and ``check-drafter`` read them. Files are untrusted input; ``records`` and ``core.tables`` have the bounds.
+Training and ``check-drafter`` read them. Files are untrusted input: ``core.tables`` bounds a run's table, and
+``text.records`` each line of a file, of which there may be any number.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ Tokens = tuple[int, ...]
 REQUESTS = "requests.parquet"
 """A run's table of answers, in its folder."""
 
-COLUMNS = ("request", "arm", "sequence", "name", "prompt", "prompt_tokens", "text", "tokens", "error")
-"""Its columns that are read."""
+COLUMNS = {
+    "request": pa.int64(), "arm": pa.string(), "sequence": pa.int64(), "name": pa.string(), "prompt": pa.string(),
+    "prompt_tokens": pa.int64(), "text": pa.string(), "tokens": pa.list_(pa.uint32()), "error": pa.string(),
+}  # fmt: skip
+"""Its columns that are read, and what they hold."""
+
+CONVERSATION = "conversation"
+"""The column of runs of conversations that names a request's conversation."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class AnsweredText:
     """A conversation, or the part of one that its chat template writes as one text, with the model's answers.
 
     Args:
-        name: of the conversation, or of the run's prompt.
+        name: of the conversation, or of the run's prompt; texts of one conversation have the same.
         tokens: prompts, answers and what a chat template writes between them.
         answers: where each answer begins in ``tokens``, and where it ends, its end-of-text token included.
     """
@@ -174,9 +181,14 @@ def _texts(
         answer = tokenizer.encode(piece.answer, add_special_tokens=False)
         if not tokens or not answer:
             raise Unreadable(f"{where}: an answer or its prompt has no tokens")
-        end = next((place + 1 for place, token in enumerate(answer) if token in ends), len(answer))
+        end = next((number + 1 for number, token in enumerate(answer) if token in ends), len(answer))
         if not complete and piece is pieces[-1]:
-            cut = piece.answer[: piece.answer.find(piece.content) + len(piece.content)]
+            if not piece.content or piece.content not in piece.answer:
+                raise Unreadable(
+                    f"{where}: 'complete' is false, but the chat template does not write the last answer as it is, so "
+                    "that its end is not known: remove 'complete', or the conversation"
+                )
+            cut = piece.answer[: piece.answer.index(piece.content) + len(piece.content)]
             end = len(tokenizer.encode(cut, add_special_tokens=False))
         answers.append((len(tokens), len(tokens) + end))
         tokens += answer
@@ -185,29 +197,75 @@ def _texts(
     return texts
 
 
+def run_facts(path: str) -> Mapping[str, Any]:
+    """Return the manifest of the run whose answers are read; empty without one, and of a file of conversations.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return (read_json(folder / "manifest.json") or {}) if is_run(path) else {}
+
+
 def _of_run(file: Path, tokenizer: Any, weights: Collection[str]) -> list[AnsweredText]:
-    """Return the answers of a run.
+    """Return the answers of a run; those of one conversation, or to one prompt, follow each other.
 
     Raises:
         OSError: there is no such file.
         ValueError: it is no table of a run; the run's target is another; a prompt that is not that of its row.
     """
-    _check_weights(file.parent, weights)
     if not file.exists():
         raise FileNotFoundError(f"{file} does not exist: name the folder of a run that has ended, or its {REQUESTS}")
-    try:
-        rows = read_table(file, COLUMNS).select(COLUMNS).to_pylist()
-    except (pa.ArrowException, KeyError) as error:
-        raise Unreadable(f"{file} is no table of a run's answers ({' '.join(str(error).split())})") from error
+    _check_weights(file, weights)
+    rows = _rows(file)
     arms = [row["arm"] for row in rows]
     arm = "baseline" if "baseline" in arms else next(iter(arms), "")
-    chosen = [row for row in rows if row["arm"] == arm and not row["sequence"] and not row["error"] and row["tokens"]]
-    texts = []
-    for row in sorted(chosen, key=lambda row: row["request"]):
-        prompt = _prompt_of(row, tokenizer, file)
+    _check_lossless(file, arm)
+    texts = dict[str, list[AnsweredText]]()
+    for row in sorted(rows, key=lambda row: row["request"]):
+        if row["arm"] != arm or row["sequence"] or row["error"] or not row["tokens"]:
+            continue
+        prompt, name = _prompt_of(row, tokenizer, file), row[CONVERSATION] or row["name"]
         tokens = (*prompt, *row["tokens"])
-        texts.append(AnsweredText(row["name"], tokens, ((len(prompt), len(tokens)),)))
-    return texts
+        texts.setdefault(name, []).append(AnsweredText(name, tokens, ((len(prompt), len(tokens)),)))
+    return [text for of_name in texts.values() for text in of_name]
+
+
+def _check_lossless(file: Path, arm: str) -> None:
+    """Refuse an arm whose verifier changes the target's distribution.
+
+    Raises:
+        ValueError: the run's summary says that it does.
+    """
+    arms = (read_json(file.parent / "summary.json") or {}).get("arms")
+    facts = arms.get(arm) if isinstance(arms, dict) else None
+    if isinstance(facts, dict) and facts.get("lossless") is False:
+        raise Unreadable(
+            f"{file}: the answers of the arm '{arm}' are not distributed as the target's, since its verifier "
+            f"({facts.get('verifier')}) is lossy: name a run with baseline=true, or with a lossless verifier"
+        )
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's table.
+
+    Raises:
+        ValueError: it is no such table; a value is missing, or of another type.
+    """
+    try:
+        table = read_table(file, (*COLUMNS, CONVERSATION))
+        if CONVERSATION not in table.column_names:
+            table = table.append_column(CONVERSATION, pa.nulls(len(table), pa.string()))
+        rows: list[dict[str, Any]] = (
+            table.select([*COLUMNS, CONVERSATION]).cast(pa.schema({**COLUMNS, CONVERSATION: pa.string()})).to_pylist()
+        )
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise Unreadable(f"{file} is no table of a run's answers ({' '.join(str(error).split())})") from error
+    for number, row in enumerate(rows):
+        missing = [name for name in COLUMNS if row[name] is None] or ["tokens"] * (None in row["tokens"])
+        if missing:
+            raise Unreadable(f"{file} is no table of a run's answers (row {number + 1} has no {missing[0]})")
+    return rows
 
 
 def _prompt_of(row: Mapping[str, Any], tokenizer: Any, file: Path) -> Tokens:
@@ -230,18 +288,23 @@ def _prompt_of(row: Mapping[str, Any], tokenizer: Any, file: Path) -> Tokens:
     return tokens
 
 
-def _check_weights(folder: Path, weights: Collection[str]) -> None:
+def _check_weights(file: Path, weights: Collection[str]) -> None:
     """Refuse a run of another target than that with one of these SHA-256s of its weights.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is, or nothing beside the table states its target.
     """
-    facts = read_json(folder / "manifest.json") or {}
+    facts = run_facts(str(file))
     sections = [facts.get(name) for name in ("weights_sha256", "target")]
     hashes, target = (section if isinstance(section, dict) else {} for section in sections)
-    known = {sha256 for sha256 in (hashes.get("target"), target.get("source_sha256")) if sha256}
-    if weights and known and not known & {*weights}:
+    known = {sha256 for sha256 in (hashes.get("target"), target.get("source_sha256")) if isinstance(sha256, str)}
+    if weights and not known:
         raise Unreadable(
-            f"{folder} holds answers of another target (its weights have the SHA-256 {hashes.get('target')}): a "
+            f"{file}: no manifest.json beside it states the SHA-256 of the target's weights, so that the answers may "
+            "be another target's: name the folder of a run, with its manifest.json"
+        )
+    if weights and not known & {*weights}:
+        raise Unreadable(
+            f"{file} holds answers of another target (its weights have the SHA-256 {hashes.get('target')}): a "
             "drafter is trained and measured on answers of its own target; name a run of that"
         )

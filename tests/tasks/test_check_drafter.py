@@ -33,7 +33,8 @@ from spec_lab.tasks.check_drafter import check
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, expected_steps, tau
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, predicted
 from spec_lab.tasks.check_drafter.readings import alike, prompt_variants, try_readings
-from spec_lab.tasks.check_drafter.task import check_sampling, explained
+from spec_lab.tasks.check_drafter.task import explained, given
+from spec_lab.text.answers import AnsweredText
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from tests.drafters.block_drafters import dspark
@@ -403,12 +404,25 @@ def test_answers_that_exist_already_are_checked_along_and_conversations_are_the_
     assert tau(pairs).mean == tau(one).mean and tau(pairs).low != tau(one).low
 
 
-def test_answers_of_a_run_must_be_sampled_as_this_run_samples(tmp_path):
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"sampling": {"temperature": 0.7}}, "sampling.temperature=0.7, and this run has 0"),
+        ({"config": {"constraint": {"_target_": "spec_lab.constrain.load.regex"}}}, "a constraint"),
+        ({"config": {"min_new_tokens": 4}}, "min_new_tokens=4, and this run has none"),
+    ],
+)
+def test_answers_of_a_run_must_be_sampled_as_this_run_samples(tmp_path, facts, why):
     folder = tmp_path / "earlier"
     folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps({"sampling": {"temperature": 0.7}}))
-    with pytest.raises(ValueError, match=r"holds answers of sampling.temperature=0.7, and this run has 0"):
-        check_sampling(str(folder), COLD)
+    (folder / "manifest.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=rf"holds answers of {why}"):
+        checked(tmp_path / "run", proposer=draft_model("1x1"), answers_from=str(folder))
+
+
+def test_answers_of_one_conversation_are_one_text_of_intervals(tmp_path):
+    texts = [AnsweredText(name, (1, 2, 3, 4), ((1, 4),)) for name in ("a", "a", "b")]
+    assert [answer.conversation for answer in given(texts, lab(), settings(tmp_path))] == [0, 0, 1]
 
 
 def test_readings_that_could_not_be_measured_are_named_with_the_reason(tmp_path):
@@ -421,7 +435,7 @@ def test_readings_that_could_not_be_measured_are_named_with_the_reason(tmp_path)
 
 
 @pytest.mark.parametrize(("parts", "message"), [
-    ({"proposer": Null()}, "no proposer drafts"), ({"texts": ("one",)}, "requires two prompts or more"),
+    ({"proposer": Null()}, "no proposer drafts"), ({"texts": ("one",)}, "requires two prompts or conversations"),
 ])  # fmt: skip
 def test_what_cannot_be_checked_is_refused(tmp_path, parts, message):
     with pytest.raises(ValueError, match=message):

@@ -70,6 +70,7 @@ def test_texts_have_the_names_of_their_lines(tmp_path):
         ({"messages": HELLO[1:]}, CHATML, "begins with an answer"),
         ({"prompt": "a"}, CHATML, "'messages' must be a list"),
         ({"messages": [*HELLO[:1], {"role": "assistant", "content": 5}]}, CHATML, "must be text"),
+        ({"messages": HELLO, "complete": False}, CHATML.replace("trim", "upper"), "its end is not known"),
         (
             {"messages": HELLO},
             "<{{ messages[0].content }}>{% if add_generation_prompt %}?{% endif %}",
@@ -136,6 +137,44 @@ def test_a_run_without_a_baseline_has_its_first_arms_answers(tmp_path):
     assert [text.name for text in read_answers(str(tmp_path), reads, set())] == ["p0", "p1"]
 
 
+def test_answers_of_one_conversation_and_to_one_prompt_follow_each_other(tmp_path):
+    names = ({"name": "a", "conversation": "a"}, {"name": "b", "conversation": None})
+    again = (
+        {"name": "a, turn 2", "conversation": "a", "request": 2},
+        {"name": "b", "conversation": None, "request": 3},
+    )
+    reads = run(tmp_path, *enumerate((*names, *again)), arms=("baseline", "baseline"))
+    assert [text.name for text in read_answers(str(tmp_path), reads, set())] == ["a", "a", "b", "b"]
+
+
+def test_answers_of_a_lossy_verifier_are_refused(tmp_path):
+    reads = run(tmp_path, arms=("speculative",))
+    arms = {"speculative": {"lossless": False, "verifier": "typical"}, "baseline": {"lossless": True}}
+    (tmp_path / "summary.json").write_text(json.dumps({"arms": arms}))
+    with pytest.raises(Unreadable, match=r"its verifier \(typical\) is lossy"):
+        read_answers(str(tmp_path), reads, set())
+    assert len(read_answers(str(tmp_path), run(tmp_path), set())) == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "why"),
+    [
+        ("tokens", [[-1], [1]], "-1 not in range"),
+        ("tokens", [["a"], ["b"]], "Failed to parse"),
+        ("tokens", [[None], [1]], "row 1 has no tokens"),
+        ("prompt", ["a", None], "row 2 has no prompt"),
+        ("request", ["a", "b"], "Failed to parse"),
+    ],
+)
+def test_a_table_with_other_values_is_refused(tmp_path, column, values, why):
+    reads = run(tmp_path, arms=("baseline",))
+    table = pq.read_table(tmp_path / "requests.parquet")
+    table = table.set_column(table.column_names.index(column), column, [values])
+    pq.write_table(table, tmp_path / "requests.parquet")
+    with pytest.raises(Unreadable, match=f"is no table of a run's answers.*{why}"):
+        read_answers(str(tmp_path), reads, set())
+
+
 @pytest.mark.parametrize(
     ("weights", "source", "known"), [("ab", None, {"ab"}), ("cd", "ab", {"ab"}), ("ab", "cd", {"ab", "ef"})]
 )
@@ -158,6 +197,10 @@ def test_a_run_of_another_target_or_without_a_table_is_refused(tmp_path):
     reads = run(tmp_path)
     with pytest.raises(Unreadable, match="another target"):
         read_answers(str(tmp_path), reads, set(), weights={"cd"})
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(Unreadable, match=r"no manifest\.json beside it states"):
+        read_answers(str(tmp_path), reads, set(), weights={"ab"})
+    run(tmp_path)
     pq.write_table(pa.table({"a": [1]}), tmp_path / "requests.parquet")
     with pytest.raises(Unreadable, match="no table of a run's answers"):
         read_answers(str(tmp_path), reads, set(), weights={"ab"})

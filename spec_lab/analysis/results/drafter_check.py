@@ -30,7 +30,7 @@ SUMMARY = {
 READINGS = (
     "Expected tau: tokens of a step on the target's own answers, verified losslessly; gain: the difference to the "
     "reading in use, paired by prompt. Intervals of other readings allow for the number of readings and combinations "
-    "tried. Of other prompts the target answers otherwise."
+    "tried. Readings of prompts have answers of their own."
 )
 DEPTHS = (
     "After the true tokens. Agreement: the likeliest tokens of target and draft are the same. alpha: sum min(p, q), "
@@ -95,7 +95,9 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
     elif len(failed) == len(readings) - 1:
         lines = [f"Expected tau {tau}, of the reading in use."]
     elif best is used:
-        lines = [f"The reading in use is the best of {len(readings) - len(failed)}: expected tau {tau}."]
+        others = len(readings) - len(failed) - 1
+        shown = "The other reading is not" if others == 1 else f"None of the {others} other readings is"
+        lines = [f"Expected tau {tau}, of the reading in use. {shown} shown to be better."]
     else:
         lines = [
             f"Best reading: {_options(best['changed'])} ({best['label']}): expected tau {interval(best['tau'])}, "

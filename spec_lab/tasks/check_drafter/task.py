@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated, Any
 
 from rich.console import Console
 
 from spec_lab.analysis.results import drafter_check
-from spec_lab.core.files import read_json
 from spec_lab.core.options import Filled, Number, WrongOption, checked
-from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.core.user_cache import default_folder
@@ -25,7 +22,7 @@ from spec_lab.tasks.check_drafter.kept_texts import KeptTexts
 from spec_lab.tasks.check_drafter.readings import TriedReading, alike, try_readings
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
-from spec_lab.tasks.training_answers import known_answers, texts_hash
+from spec_lab.tasks.training_answers import known_answers, sampled_otherwise, texts_hash
 from spec_lab.text.answers import AnsweredText
 from spec_lab.text.prompts import Prompt
 from spec_lab.train.record import answer
@@ -68,13 +65,16 @@ def check(
         raise ValueError("task=check_drafter: no proposer drafts: choose one, such as proposer=eagle")
     if lab.applied is not None:
         raise ValueError("task=check_drafter does not support constraints: set constraint=none")
-    known = None if answers_from is None else known_answers(lab, settings, answers_from)
     if answers_from is None:
         lab.check_one_turn("task=check_drafter")
-    else:
-        check_sampling(answers_from, lab.sampling)
-    if len(lab.prompts if known is None else known) < 2:
-        raise ValueError("task=check_drafter requires two prompts or more: its intervals are over them")
+    elif other := sampled_otherwise(answers_from, lab.sampling):
+        raise WrongOption(
+            f"answers_from={answers_from} holds answers of {other}: figures are of answers that are sampled as the run "
+            "samples; set it to the same, or name another run"
+        )
+    known = None if answers_from is None else known_answers(lab, settings, answers_from)
+    if len(lab.prompts if known is None else {text.name for text in known}) < 2:
+        raise ValueError("task=check_drafter requires two prompts or conversations: its intervals are over them")
     depth, prompts = draft_depth(proposer), lab.prompts if known is None else ()
     kept, answers = KeptTexts(settings.output_dir / "readings"), list[Answer]()
 
@@ -118,11 +118,12 @@ def given(texts: Sequence[AnsweredText], lab: Lab, settings: Settings) -> list[A
     Raises:
         ValueError: no answer has a second token.
     """
-    answers = list[Answer]()
-    for number, text in enumerate(texts):
+    answers, conversations = list[Answer](), dict[str, int]()
+    for text in texts:
+        conversation = conversations.setdefault(text.name, len(conversations))
         for prompt, tokens in text.each():
             request = Request(len(answers), text.name, prompt, lab.sampling, settings.max_new_tokens, lab.target.ends)
-            answers.append(Answer(request, (*prompt, *tokens), number))
+            answers.append(Answer(request, (*prompt, *tokens), conversation))
     return _long_enough(answers)
 
 
@@ -130,25 +131,6 @@ def _long_enough(answers: list[Answer]) -> list[Answer]:
     if all(len(answer.tokens) - len(answer.request.tokens) < 2 for answer in answers):
         raise ValueError("task=check_drafter requires answers of two tokens or more: set a larger max_new_tokens")
     return answers
-
-
-def check_sampling(path: str, sampling: Sampling) -> None:
-    """Refuse answers of a run that samples otherwise; of files of conversations it is not known.
-
-    Raises:
-        ValueError: names an option and both values.
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    facts = read_json(folder / "manifest.json") if Path(path).is_dir() or path.endswith(".parquet") else None
-    stated = (facts or {}).get("sampling")
-    if not isinstance(stated, dict):
-        return
-    for name, value in asdict(sampling).items():
-        if name in stated and stated[name] != value:
-            raise WrongOption(
-                f"answers_from={path} holds answers of sampling.{name}={stated[name]}, and this run has {value}: "
-                "figures are of answers that are sampled as the run samples; set it to the same"
-            )
 
 
 def summarise(
