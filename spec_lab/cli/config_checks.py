@@ -13,12 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli.build import part_config
 from spec_lab.cli.bundled import conf
-from spec_lab.cli.declarations import check_values
+from spec_lab.cli.declarations import check_values, qualified
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import WrongOption
 from spec_lab.models import ranks
 
-DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
+STREAM = "spec_lab.tasks.stream.stream"
+DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""
 
 GGUF, SMOLLM2 = "spec_lab.models.gguf.load", "spec_lab.models.smollm2.load"
@@ -106,6 +107,26 @@ def check_torchrun(config: DictConfig) -> None:
         )
     if config.get("peers"):
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
+
+
+def check_texts(config: DictConfig) -> None:
+    """Refuse options of a task that name its texts and exclude each other, and answers that do not exist.
+
+    Raises:
+        Refused: names the option, and what to set instead.
+    """
+    given = config.get("task") or {}
+    try:
+        if given.get("_target_") == STREAM:
+            from spec_lab.text.conversations import check_said
+
+            check_said(given.get("prompt"), bool(given.get("chat")), given.get("messages"))
+        elif "answers_from" in given:
+            from spec_lab.text.answers import check_source
+
+            check_source(given["answers_from"], given.get("generate"), given.get("answers", 1))
+    except WrongOption as error:
+        raise Refused(f"spec_lab: {qualified(str(error), 'task', given)}") from error
 
 
 def check_gguf(config: DictConfig) -> None:

@@ -6,17 +6,21 @@ of every drafter and its pair with the target's, then the names and sizes of wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from spec_lab.cli.config_checks import GGUF, SMOLLM2
 from spec_lab.cli.declarations import declared, package_sources, parts, qualified
 from spec_lab.core.options import DraftedTokens, DrafterPath, WrongOption, bound_of
 from spec_lab.drafters.pairs import check_pair
 from spec_lab.models.configs import ModelSizes, model_sizes
+from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.hub import CheckpointFiles, open_checkpoint, open_drafter
+from spec_lab.models.smollm2 import smollm2_file
 
 B = TypeVar("B")
 TARGET = "spec_lab.models.target.Target.load"
@@ -48,13 +52,10 @@ def check_drafters(config: DictConfig) -> None:
     named = list(_named(config))
     if not named:
         return
-    sizes = None
-    if OmegaConf.select(config, "target._target_") == TARGET:
-        try:
-            target = CheckpointFiles.open(config.target.path, config.target.get("revision"))
-            sizes = model_sizes(target.path, target.folder)
-        except (OSError, ValueError):
-            return
+    try:
+        sizes = _sizes(config.get("target") or {})
+    except (OSError, ValueError):
+        return
     opened = []
     for drafter in named:
         with _naming(drafter):
@@ -64,6 +65,23 @@ def check_drafters(config: DictConfig) -> None:
             if drafter.kind.model and files.commit is not None:
                 open_checkpoint(files.path, files.commit)
             files.fetch_weights()
+
+
+def _sizes(target: Mapping[str, Any]) -> ModelSizes | None:
+    """Return the sizes of the target that a config names; None of one that this package does not load.
+
+    Raises:
+        OSError, ValueError: they cannot be read.
+    """
+    kind, path = target.get("_target_"), str(target.get("path"))
+    path = smollm2_file() if kind == SMOLLM2 else path
+    if kind in (GGUF, SMOLLM2) or (kind == TARGET and path.endswith(".gguf")):
+        file = read_gguf(Path(path))
+        return ModelSizes(path, file.hidden_size, file.vocabulary, file.num_layers)
+    if kind != TARGET:
+        return None
+    files = CheckpointFiles.open(path, target.get("revision"))
+    return model_sizes(files.path, files.folder)
 
 
 def _opened(drafter: Named, sizes: ModelSizes | None) -> CheckpointFiles:

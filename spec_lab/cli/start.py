@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import apply_constraint, build, build_each, build_mode, rebuilt, task, under_policy
-from spec_lab.cli.config_checks import check_drawing, check_gguf, check_options, check_torchrun
+from spec_lab.cli.config_checks import check_drawing, check_gguf, check_options, check_texts, check_torchrun
 from spec_lab.cli.declarations import qualified
 from spec_lab.cli.redaction import overrides_of, written
 from spec_lab.cli.refusals import Refused, reason
@@ -143,6 +143,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     """
     check_options(config)
     check_gguf(config)
+    check_texts(config)
     check_torchrun(config)
     import torch
 

@@ -115,10 +115,11 @@ class DrafterFiles:
         """
         given = {name for name, value in self.options.items() if value is not None}
         if unused := sorted(given - self.conventions.keys()):
-            known = ", ".join(self.conventions) or "none"
+            read = {name: _written(convention.value) for name, convention in self.conventions.items()}
+            known = ", ".join(f"{name}={value}" for name, value in read.items()) or "none"
             raise WrongOption(
-                f"{unused[0]} sets a convention that {self.what} at {self.folder} does not have: leave it null "
-                f"(conventions of these files: {known})"
+                f"{unused[0]} sets a convention that the files of {self.what} at {self.folder} do not have: leave it "
+                f"null (conventions of these files, as they are read: {known})"
             )
         return Reading(dict(self.conventions), self.trained_context)
 

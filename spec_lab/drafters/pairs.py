@@ -33,7 +33,7 @@ def check_pair(kind: DrafterPath, config: Mapping[str, Any], target: ModelSizes)
         if stated is not None and size is not None and stated != size:
             raise ValueError(
                 f"its config.json has {name} {brief(stated)}, but the {what} of the target {target.path} is {size}: "
-                f"it is {kind.what} for another target; choose another"
+                f"it is {kind.what} for another target; choose another, or a proposer without files, such as ngram"
             )
     for field in LAYERS:
         for value in _values(config, field):

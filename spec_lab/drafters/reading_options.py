@@ -61,7 +61,8 @@ class EagleOptions(ReadingOptions, total=False):
 
     Args:
         norm_before_residual: whether the residual connection starts from the normed features.
-        norm_before_fc, fc_norm: whether the concatenated hidden states, and each of them, are normed.
+        norm_before_fc: whether the concatenated hidden states are normed.
+        fc_norm: whether each of the hidden states is normed.
         norm_output: the LM head reads the normed state and the state before is fed back (plain), the normed one is
             (feedback), or there is no norm (raw).
         embedding: own or the target's.

@@ -294,7 +294,8 @@ def _rope(file: GGUFFile, fields: Mapping[str, Any], width: int) -> dict[str, An
     Raises:
         Unsupported: a kind of scaling that is not read, or factors of frequencies that are not Llama 3's.
     """
-    kind, theta = fields.get("rope.scaling.type", "none"), _number(file, "rope.freq_base", 10000.0)
+    unnamed = "linear" if fields.get("rope.scaling.factor") else "none"  # as llama.cpp reads a factor without a type
+    kind, theta = fields.get("rope.scaling.type", unnamed), _number(file, "rope.freq_base", 10000.0)
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":
             _refuse(file, f"{file.architecture}.rope.scaling.type", kind, "the file has rope_freqs.weight as well")

@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import text_bytes
-from spec_lab.core.options import Filled, WrongOption, checked
+from spec_lab.core.options import Filled, checked
 from spec_lab.core.request import BROKEN
 from spec_lab.core.terminal import CONTROLS
 from spec_lab.decode.engine import Engine
@@ -28,7 +28,7 @@ from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.tasks.generation import SequenceEvent, Share, engine_with_events, steps_with_events
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.chat_template import ChatTemplate
-from spec_lab.text.conversations import conversation_prompt
+from spec_lab.text.conversations import check_said, conversation_prompt
 from spec_lab.text.detokenizer import Finish, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 
@@ -109,13 +109,10 @@ def _prompts(
     lab: Lab, prompt: str | None, chat: bool, messages: Sequence[Mapping[str, Any]] | None
 ) -> Sequence[Prompt]:
     """Return what is streamed. Arguments and errors as in ``stream``."""
+    check_said(prompt, chat, messages)
     if messages is not None:
-        if prompt is not None:
-            raise WrongOption("messages replaces prompt: leave one of them out")
         return [conversation_prompt("messages", messages)]
     if prompt is None:
-        if chat:
-            raise WrongOption("chat=true requires a prompt, the message of the user")
         return lab.prompts
     return [Prompt("prompt", prompt, template=ChatTemplate() if chat else None)]
 

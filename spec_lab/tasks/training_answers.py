@@ -17,14 +17,14 @@ from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import gguf
 from spec_lab.models.target import Target
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.text.answers import AnsweredText, is_run, read_answers, run_facts
+from spec_lab.text.answers import AnsweredText, check_source, is_run, read_answers, run_facts
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.train.record import answer
 
 log = logging.getLogger(__name__)
 
 UNCONSTRAINED = "spec_lab.constrain.load.none"
-"""What a run's config names as its constraint where it has none."""
+"""The constraint of a run without one, as its config names it."""
 
 Conversation = tuple[int, int]
 """The number of a prompt, or of an answered text, and which answer to it this is, from 0."""
@@ -113,15 +113,13 @@ def answers_of(
     lab: Lab, settings: Settings, answers: int, answers_from: str | None, generate: str | None, held_out: float
 ) -> Answers:
     """Return the answers that a drafter learns from and is measured on. Arguments and errors as in ``train.train``."""
+    check_source(answers_from, generate, answers)
     known = None
     if answers_from is None:
         lab.first_turns(settings)
         lab.check_later_turns(settings)
         number = len(lab.prompts)
     else:
-        if answers > 1 or generate is not None:
-            other = "generate" if answers == 1 else f"answers={answers}"
-            raise WrongOption(f"answers_from names answers that exist already: leave {other} out, which asks for new")
         if other := sampled_otherwise(answers_from, lab.sampling):
             log.warning(
                 "task.answers_from=%s holds answers of %s: the drafter learns from them, and the estimate on held-out "
@@ -203,8 +201,8 @@ def _writer(lab: Lab, generate: str | None) -> Target:
     path = lab.target.name if generate == "gguf" else generate
     if not path.endswith(".gguf"):
         raise WrongOption(
-            f"generate={generate} names no GGUF file of the target, whose path is {lab.target.name}: set it to one, or "
-            "to null, so that the target answers itself"
+            f"generate=gguf is of a target in a GGUF file, and this one is {lab.target.name}: name a GGUF file of it, "
+            "or set generate to null, so that the target answers itself"
         )
     writer = gguf.load(path, cache=lab.target.cache)
     check_same_tokens(lab.target, writer.vocabulary, writer.tokenizer, path, "; task.generate is a file of the target")

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from spec_lab.core.files import Unreadable, read_json
+from spec_lab.core.options import WrongOption
 from spec_lab.core.tables import read_table
 from spec_lab.text.chat_template import ChatTemplate, Message, render
 from spec_lab.text.conversations import conversation_of
@@ -68,6 +69,30 @@ class AnsweredText:
             kept.append((begin, end))
             answered -= end - begin
         return replace(self, tokens=self.tokens[: kept[-1][1] if kept else 0], answers=tuple(kept))
+
+
+def check_source(answers_from: str | None = None, generate: str | None = None, answers: int = 1) -> None:
+    """Refuse options that name answers and ask for others, or a file that does not exist. Needs no target.
+
+    Args:
+        answers_from, generate, answers: as in ``tasks.train``.
+
+    Raises:
+        WrongOption: names the option.
+    """
+    if answers_from is not None and (answers > 1 or generate is not None):
+        other = "generate" if generate is not None else f"answers={answers}"
+        raise WrongOption(f"answers_from names answers that exist already: leave {other} out, which asks for new")
+    if answers_from is not None and not Path(answers_from).exists():
+        raise WrongOption(
+            f"answers_from={answers_from} does not exist: name the folder of an earlier run, or a file of JSON lines "
+            "with messages"
+        )
+    if generate not in (None, "gguf") and not (generate.endswith(".gguf") and Path(generate).is_file()):
+        raise WrongOption(
+            f"generate={generate} names no GGUF file: set it to one of the target, to gguf where the target is one, or "
+            "to null, so that the target answers itself"
+        )
 
 
 def read_answers(

@@ -244,6 +244,19 @@ def _check_fields(record: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: 'system' and 'messages[0]' are both system prompts: remove one of them")
 
 
+def check_said(prompt: str | None, chat: bool, messages: Sequence[Any] | None) -> None:
+    """Refuse a prompt and messages together, and a chat without a prompt.
+
+    Raises:
+        WrongOption: names the option.
+    """
+    if messages is not None and (prompt is not None or chat):
+        other = "prompt" if prompt is not None else "chat=true, which is of a prompt"
+        raise WrongOption(f"messages is a conversation of its own: leave it out, or {other}")
+    if chat and prompt is None:
+        raise WrongOption("chat=true requires a prompt, the message of the user")
+
+
 def conversation_prompt(name: str, messages: Sequence[Message]) -> Prompt:
     """Return the prompt of a conversation that the checkpoint's chat template writes.
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from spec_lab.cli.build import CONTRACTS, build, under_policy
 from spec_lab.cli.bundled import conf
-from spec_lab.cli.config_checks import check_drawing, check_gguf
+from spec_lab.cli.config_checks import check_drawing, check_gguf, check_texts
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import Part, check_declared, members, required
@@ -353,6 +353,21 @@ def test_what_requires_transformers_is_refused_with_a_gguf_file_before_it_is_rea
     with pytest.raises(Refused, match=why):
         check_gguf(composed(*options, "target=gguf", "target.path=missing.gguf"))
     check_gguf(composed(*options))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["+experiment=stream", "task.prompt=a", "task.messages=[]"], r"task\.messages is a conversation .*prompt"),
+        (["+experiment=train_medusa", "task.generate=no.gguf"], r"task\.generate=no\.gguf names no GGUF file"),
+        (["+experiment=train_medusa", "task.answers_from=a", "task.answers=2"], r"task\.answers_from .*answers=2"),
+        (["task=check_drafter", "task.answers_from=nowhere"], r"task\.answers_from=nowhere does not exist"),
+    ],
+)
+def test_texts_that_a_task_cannot_have_are_refused_before_the_target_is_read(options, why):
+    with pytest.raises(Refused, match=why):
+        check_texts(composed(*options))
+    check_texts(composed(*options[:1]))
 
 
 @pytest.mark.parametrize("experiment", ["certify", "llama_cpp_peers", "draft_tree"])

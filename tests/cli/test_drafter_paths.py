@@ -1,6 +1,7 @@
 """Drafters are checked with the target's config.json, and downloaded, before the target is loaded."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -10,11 +11,13 @@ from spec_lab.cli.build import build, rebuilt
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.drafter_paths import check_drafters
 from spec_lab.core.options import WrongOption
+from spec_lab.models.gguf_export import convert
 from spec_lab.models.hub import cached_folder
 from spec_lab.models.target import Target
 from tests.checkpoints import checkpoint, zoo
 from tests.drafters.block_drafters import dflash
 from tests.drafters.eagle_heads import eagle3, speculators, written
+from tests.gguf_files import tiny as tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,17 @@ def test_a_drafter_of_another_target_is_refused_by_its_config_alone(hub, tiny, t
     with pytest.raises(ValueError, match=rf"^proposer\.path=some/head: its config\.json has .*{message}"):
         check(tiny, proposer, "proposer.path=some/head")
     assert hub.downloads() == ["config.json"]
+
+
+@pytest.mark.skipif(not find_spec("gguf"), reason="requires the extra llamacpp")
+@pytest.mark.parametrize("kind", ["target=gguf", "target=zoo"])
+def test_a_drafter_of_another_target_than_a_gguf_file_is_refused(tmp_path, kind):
+    convert(str(tiny_llama(tmp_path / "checkpoint")), tmp_path / "model.gguf")
+    head = written(tmp_path / "head", *eagle3(8, 61))
+    options = [kind, f"target.path={tmp_path / 'model.gguf'}", "proposer=eagle", f"proposer.path={head}"]
+    wrong = pytest.raises(ValueError, match=r"hidden_size 8, but the hidden size .*model\.gguf is ")
+    with initialize_config_dir(conf(), version_base="1.3"), wrong:
+        check_drafters(compose("config", [*options, "output_dir=out"]))
 
 
 def test_another_reading_of_a_drafter_is_built_without_the_hub(hub, tmp_path):

@@ -50,6 +50,16 @@ def test_the_rope_of_llama_3_is_found_by_its_factors_and_another_is_refused(tmp_
         config_of(read_gguf(written(tmp_path / "other", "llama3-rope")))
 
 
+def test_a_factor_of_rope_without_a_type_is_linear_as_in_llama_cpp(tmp_path):
+    file = read_gguf(written(tmp_path))
+    rope = {
+        factor: config_of(GGUFFile(file.path, {**file.metadata, "llama.rope.scaling.factor": factor}, file.tensors))
+        for factor in (4.0, 0.0)
+    }
+    assert rope[4.0]["rope_parameters"] == pytest.approx({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    assert rope[0.0]["rope_parameters"] == pytest.approx({"rope_type": "default", "rope_theta": 1e4})
+
+
 @pytest.mark.parametrize(("dtype", "held"), [("q8_0", torch.float32), ("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_numbers_are_those_that_gguf_dequantises(tmp_path, dtype, held):
     file = read_gguf(written(tmp_path, dtype=dtype, hidden_size=64, intermediate_size=96))

@@ -50,6 +50,7 @@ def test_each_turn_of_the_prompts_follows_the_answer_to_the_one_before(streamed,
     [
         (["task.prompt=a", 'task.messages=[{role: user, content: "Hi"}]'], ["task.messages", "prompt"]),
         (["task.chat=true"], ["task.chat", "prompt"]),
+        (["task.chat=true", 'task.messages=[{role: user, content: "Hi"}]'], ["task.messages", "task.chat=true"]),
         (["task.messages=[{role: user}]"], ["messages[0]", "content"]),
         (["task.messages=[3]"], ["task.messages"]),
     ],

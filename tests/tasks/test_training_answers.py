@@ -63,6 +63,7 @@ def test_another_model_with_the_same_tokens_writes_the_answers(quick_cli, tmp_pa
     """A checkpoint of transformers stands for the GGUF file that llama.cpp computes."""
     writer = Target.load(str(checkpoints.checkpoint(tmp_path / "writer", seed=1)), dtype="float32")
     monkeypatch.setattr(training_answers.gguf, "load", lambda path, cache: {"other.gguf": writer}[path])
+    (tmp_path / "other.gguf").touch()
     options = ["task.generate=other.gguf", "sampling.temperature=0", "target.dtype=float32"]
     texts, _ = train(quick_cli, tmp_path, *options)
     for text in texts:

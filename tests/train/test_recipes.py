@@ -565,6 +565,8 @@ def short(tmp_path, *more):
         ("mtp", "task.recipe.heads=32", "task.recipe.heads"),
         ("kangaroo", "task.recipe.exit_layer=2", "task.recipe.exit_layer"),
         ("eagle3", "task.recipe.from_target=true task.recipe.heads=2", "from_target"),
+        ("peagle", "task.recipe.loss=tau", "task.recipe.retention must be 1"),
+        ("eagle3", "task.recipe.weights=dpace task.recipe.retention=0.5", "task.recipe.retention must be 1"),
     ],
 )
 @pytest.mark.each_value

@@ -72,6 +72,12 @@ class Eagle3Recipe(Recipe):
         super().__post_init__()
         if self.taps is not None and not self.taps:
             raise ValueError("task.recipe.taps must be null or a list of hidden states' numbers, not an empty one")
+        if self.retention < 1 and (self.loss == "tau" or self.weights != "decay"):
+            chosen = "loss=tau" if self.loss == "tau" else f"weights={self.weights}"
+            raise ValueError(
+                f"task.recipe.retention must be 1 for task.recipe.{chosen} (got {self.retention:g}), which is of whole "
+                "chains: a smaller retention leaves tokens of chains out"
+            )
 
     @property
     def depth(self) -> int:

@@ -23,7 +23,7 @@ from spec_lab.tasks.check_drafter.readings import TriedReading, alike, try_readi
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.training_answers import known_answers, sampled_otherwise, texts_hash
-from spec_lab.text.answers import AnsweredText
+from spec_lab.text.answers import AnsweredText, check_source
 from spec_lab.text.prompts import Prompt
 from spec_lab.train.record import answer
 
@@ -65,6 +65,7 @@ def check(
         raise ValueError("task=check_drafter: no proposer drafts: choose one, such as proposer=eagle")
     if lab.applied is not None:
         raise ValueError("task=check_drafter does not support constraints: set constraint=none")
+    check_source(answers_from)
     if answers_from is None:
         lab.check_one_turn("task=check_drafter")
     elif other := sampled_otherwise(answers_from, lab.sampling):
