@@ -198,6 +198,12 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     index.add_argument("out", type=Path, metavar="OUT", help="the folder of the store, for proposer.store=OUT")
     index.add_argument("--tokenizer", required=True, metavar="TARGET", help="the target's folder or hub name")
     explain.add_arguments(add("explain"))
+    _add_runs(which)
+    return top, which.choices
+
+
+def _add_runs(which: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that are short for a run."""
     train = which.add_parser(
         TRAIN,
         usage=f"spec-lab {TRAIN} NAME [OVERRIDE ...]",
@@ -225,7 +231,6 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     best.add_argument("--hardware", metavar="NAME", help="device that measured modes are projected to (h100-sxm)")
     best.add_argument("--model", metavar="NAME", help="the target's size there: a name, or the folder of a checkpoint")
     best.add_argument("--batch", metavar="SIZES", help="batch sizes of the projection, with commas (1,8,32)")
-    return top, which.choices
 
 
 def _add_project(project: argparse.ArgumentParser) -> None:

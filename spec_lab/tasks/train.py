@@ -130,16 +130,11 @@ def train(
         passes, rows, rows, warmup_steps, decay, save_seconds=save_seconds,
         plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
     )  # fmt: skip
-    if precision is None:
-        precision = "bfloat16" if multiplies_bfloat16(lab.target.lm.device) else "float32"
-    autocast = torch.bfloat16 if precision == "bfloat16" else None
-    fitting = _Training(lab, settings, recipe, plan, source, autocast, console)
+    low = multiplies_bfloat16(lab.target.lm.device) if precision is None else precision == "bfloat16"
+    fitting = _Training(lab, settings, recipe, plan, source, torch.bfloat16 if low else None, console)
     leaves = "Drafter, texts, learning curves, summary and manifest"
-    task = Task(
-        lab, settings, config, [recipe.name], fitting.work, fitting.left, more=source.facts(), leaves=leaves,
-        resumes=True,
-    )  # fmt: skip
-    return task.run(console)
+    parts = lab, settings, config, [recipe.name], fitting.work, fitting.left
+    return Task(*parts, more=source.facts(), leaves=leaves, resumes=True).run(console)
 
 
 def _check_count(answers: int, rows: int, passes: float) -> None:

@@ -17,8 +17,9 @@ from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import gguf
 from spec_lab.models.target import Target
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.text.answers import AnsweredText, check_source, is_run, read_answers, run_facts
+from spec_lab.text.answers import AnsweredText, check_source, read_answers
 from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.run_answers import is_run, run_facts
 from spec_lab.train.record import answer
 
 log = logging.getLogger(__name__)

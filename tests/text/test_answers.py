@@ -7,8 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from spec_lab.core.files import Unreadable
-from spec_lab.text.answers import COLUMNS, AnsweredText, read_answers
+from spec_lab.text.answers import AnsweredText, read_answers
 from spec_lab.text.chat_template import ChatTemplate
+from spec_lab.text.run_answers import COLUMNS
 from tests.text.test_conversations import tokenizer, write
 
 CHATML = (
