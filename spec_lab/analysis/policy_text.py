@@ -75,6 +75,7 @@ def _costs(policy: Mapping[str, Any], depth: int | None, chosen: str, chain: boo
     for part, by_batch in by_part.items():
         if depth and chosen and part != chosen:
             continue
+        by_batch = _shortest_context(by_batch)
         largest = max(by_batch, key=int)
         costs = {int(level): value for level, value in by_batch[largest].items()}
         level = 1 if whole_draft or depth == 0 else depth
@@ -91,3 +92,10 @@ def _costs(policy: Mapping[str, Any], depth: int | None, chosen: str, chain: boo
         texts.append(f"a step {what}{of} costs {costs[level] / costs[0]:.2g} times one without drafts{batch}")
     reason = "since " if depth == 0 else ""
     return f"{reason}{' and '.join(texts)}" if texts else ""
+
+
+def _shortest_context(seconds: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the seconds by batch and level at the shortest measured context; runs of before have one context only."""
+    first = seconds[min(seconds, key=int)]
+    nested = any(isinstance(value, Mapping) for value in first.values())
+    return first if nested else seconds

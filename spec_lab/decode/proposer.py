@@ -140,7 +140,8 @@ class Proposer(Part):
 
     @abstractmethod
     def propose(self, batch: Batch) -> Draft:
-        """Return a draft with one tree per sequence, in order.
+        """Return a draft with one tree per sequence, in order. Not called in steps in which a policy allows no draft at
+        all, unless ``requires`` names logits or top-k of rows.
 
         Args:
             batch: the sequences ``[B]``, their states, where random choices come from, and how deep drafts may be

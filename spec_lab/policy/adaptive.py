@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import Draft, empty
 from spec_lab.core.faults import attributed
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import brief_repr
@@ -136,8 +138,30 @@ class Adaptive(Hybrid):
             state = self.policy.init(request)
         return super().init(request, Decided(state))
 
+    @cached_property
+    def _skips(self) -> bool:
+        """Whether the proposer is not asked where nothing may be drafted: not where it may learn from rows of its own
+        that are computed only.
+        """
+        return not (self.requires.logits or self.requires.top_k)
+
+    @cached_property
+    def _nothing(self) -> Callable[[tuple[Limit, ...], torch.device], Draft]:
+        """Return an empty draft with these limits, the same one each time, as ``propose.null.Null`` does."""
+
+        def nothing(limits: tuple[Limit, ...], device: torch.device) -> Draft:
+            return replace(empty(len(limits), device), limits=limits)
+
+        return lru_cache(maxsize=256)(nothing)
+
+    @cached_property
+    def _observes(self) -> bool:
+        """Whether the proposer learns anything from what is observed."""
+        return type(self.proposer).observe is not Proposer.observe
+
     def propose(self, batch: Batch) -> Draft:
-        """Let the policy decide, and draft no deeper than it allows.
+        """Let the policy decide, and draft no deeper than it allows. Nothing costs no more than decoding without a
+        proposer.
 
         Raises:
             ValueError: the policy decided nothing sensible for the batch.
@@ -149,29 +173,39 @@ class Adaptive(Hybrid):
                 raise ValueError(
                     f"decide must return {len(decisions)} Limit, one for each sequence, not {brief_repr(limits)}"
                 )
+        live = len(decisions)
+        if self._skips and all(limit.depth == 0 for limit in limits):
+            for sequence, decided, limit in zip(batch.sequences, decisions, limits, strict=True):
+                decided.last = DraftOutcome(decided.state, limit, 0, 0, 0, live, len(sequence.tokens))
+            return self._nothing(tuple(limits), batch.device)
         inner = replace(self.view(batch, 0), limits=limits, stop=self.policy.stop)
         draft = self.proposer.propose(inner).cut_nodes(inner.room())
-        deepest = np.zeros(len(decisions), dtype=np.int64)
+        deepest = np.zeros(live, dtype=np.int64)
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
-        every = zip(decisions, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
-        for decided, limit, levels, nodes in every:
-            decided.last = DraftOutcome(decided.state, limit, levels, nodes, 0, len(decisions))
+        every = zip(batch.sequences, decisions, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
+        for sequence, decided, limit, levels, nodes in every:
+            decided.last = DraftOutcome(decided.state, limit, levels, nodes, 0, live, len(sequence.tokens))
         return replace(draft, limits=tuple(limits))
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Let the proposer observe, and the policy learn."""
         outcomes = []
-        for each in observed:
-            decided: Decided = each.sequence.state.own
+        for observation in observed:
+            decided: Decided = observation.sequence.state.own
             if decided.last is not None:
-                outcomes.append(replace(decided.last, accepted=len(each.accepted)))
+                accepted = len(observation.accepted)
+                outcomes.append(replace(decided.last, accepted=accepted) if accepted else decided.last)
                 decided.last = None
         if outcomes:
             with attributed("policy", self.policy):
                 self.policy.learn(outcomes)
-        self.proposer.observe([
-            replace(each, sequence=replace(each.sequence, state=each.sequence.state.each[0])) for each in observed
-        ])  # fmt: skip
+        if self._observes:
+            self.proposer.observe([
+                replace(
+                    observation, sequence=replace(observation.sequence, state=observation.sequence.state.each[0])
+                )
+                for observation in observed
+            ])  # fmt: skip
 
     def fork(self, state: PartStates, record: Any = None) -> PartStates:
         """See ``Proposer``."""

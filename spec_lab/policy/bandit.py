@@ -216,10 +216,10 @@ class Bandit(Policy):
             for state in [self.shared] if run else [outcome.state for outcome in outcomes]:
                 state.age(self.memory)
         for outcome in outcomes:
-            costs, live = self.costs[outcome.limit.part], outcome.live if run else 1
+            costs, of_step = self.costs[outcome.limit.part], (outcome.live if run else 1, outcome.context)
             for index, arm in enumerate(self.arms):
                 if replace(arm, depth=outcome.limit.depth) == outcome.limit and _depth(arm) <= _depth(outcome.limit):
-                    cost = costs.of(min(outcome.drafted, _depth(arm)), live) / costs.of(0, live)
+                    cost = costs.of(min(outcome.drafted, _depth(arm)), *of_step) / costs.of(0, *of_step)
                     known = self.shared if run else outcome.state
                     known.add(index, min(outcome.accepted, _depth(arm)) + 1, cost)
 

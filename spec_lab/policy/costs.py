@@ -1,15 +1,16 @@
-"""Costs of a step, by the levels that are drafted and the number of sequences: measured once, and cached."""
+"""Costs of a step, by its context, the number of sequences and the levels that are drafted: measured and cached."""
 
 from __future__ import annotations
 
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 
 from spec_lab.core.faults import attributed
@@ -20,7 +21,7 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
-from spec_lab.propose.calibrate import conditions, visits
+from spec_lab.propose.calibrate import conditions, context_of, visits
 from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.step_costs import StepCosts, measure
 from spec_lab.propose.stop_rules import Confidence
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Depths that are timed, up to the largest that a policy considers, which is timed as well."""
+
+CONTEXTS = (128, 1024)
+"""Tokens of context at which steps are timed."""
 
 PERIOD = 24
 """Tokens after which the text repeats on which steps are timed, so that look-ups find drafts."""
@@ -42,31 +46,50 @@ class DraftCosts:
     """Seconds of a step.
 
     Args:
-        seconds: by the number of sequences, by the levels drafted for each; 0 levels are a step without a draft.
+        seconds: by the tokens of context, by the number of sequences, by the levels drafted for each; 0 levels are a
+            step without a draft.
     """
 
-    seconds: Mapping[int, Mapping[int, float]]
+    seconds: Mapping[int, Mapping[int, Mapping[int, float]]]
 
-    def of(self, levels: float, live: int = 1) -> float:
-        """Seconds with ``live`` sequences, interpolated between what was timed; beyond it the last slope goes on."""
-        batches = sorted(self.seconds)
-        return _line(batches, [_line(sorted(seconds := self.seconds[n]), [seconds[k] for k in sorted(seconds)], levels)
-                               for n in batches], live)  # fmt: skip
+    @property
+    def batches(self) -> list[int]:
+        """Numbers of sequences of which steps were timed at every context."""
+        return sorted(set[int].intersection(*map(set, self.seconds.values())))
+
+    def of(self, levels: float, live: int = 1, context: int = 0) -> float:
+        """Seconds with ``live`` sequences of this context, interpolated between what was timed; beyond it the last
+        slope goes on.
+        """
+
+        def at(seconds: Mapping[int, float]) -> float:
+            return _line(seconds, levels)
+
+        def together(by_live: Mapping[int, Mapping[int, float]]) -> float:
+            return _line({number: at(seconds) for number, seconds in by_live.items()}, live)
+
+        return _line({length: together(by_live) for length, by_live in self.seconds.items()}, context)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Seconds by numbers of sequences and of levels, as values that JSON can hold."""
+        """Seconds by context, numbers of sequences and of levels, as values that JSON can hold."""
         return {
-            "seconds": {str(live): {str(k): v for k, v in seconds.items()} for live, seconds in self.seconds.items()}
+            "seconds": {
+                str(context): {str(live): {str(k): v for k, v in seconds.items()} for live, seconds in by_live.items()}
+                for context, by_live in self.seconds.items()
+            }
         }
 
 
-def _line(places: Sequence[int], values: Sequence[float], at: float) -> float:
+def _line(values: Mapping[int, float], at: float) -> float:
     """Piecewise linear interpolation, which goes on with the last slope."""
-    if len(places) > 1 and at > places[-1]:
-        slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
-        return values[-1] + max(0.0, slope) * (at - places[-1])
-    return float(np.interp(at, places, values))
+    places = sorted(values)
+    if len(places) == 1 or at <= places[0]:
+        return values[places[0]]
+    right = min(bisect_left(places, at), len(places) - 1)
+    last, before = places[right], places[right - 1]
+    slope = (values[last] - values[before]) / (last - before)
+    return values[last] + (max(0.0, slope) if at > last else slope) * (at - last)
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,7 @@ class Timing:
 
     Args:
         batch_size: most sequences of a step; a single one is timed as well.
+        contexts: tokens of context at which steps are timed, as far as the target has room for them.
         temperature: of the requests.
         recalibrate: measure costs even if the cache has them.
         cache: folder of the measured costs; None: the user's.
@@ -84,6 +108,7 @@ class Timing:
     temperature: Temperature | None = 0.0
     recalibrate: bool = False
     cache: Filled | None = None
+    contexts: Sequence[Count] = CONTEXTS
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,12 +122,14 @@ class TimingOptions(TypedDict, total=False):
         temperature: the target's, for the measured cost of steps.
         recalibrate: measure the cost of steps again, even if it is cached.
         cache: folder of measured costs; None: $SPEC_LAB_CACHE, else the user's cache folder.
+        contexts: tokens of context at which steps are timed, rising; between and beyond them costs follow lines.
     """
 
     batch_size: Count
     temperature: Temperature | None
     recalibrate: bool
     cache: Filled | None
+    contexts: Sequence[Count]
 
 
 def without_costs(facts: Any) -> Any:
@@ -145,16 +172,20 @@ def draft_costs(
     limited: dict[int, Proposer] = {k: Adaptive(parts, FixedDepth(k, part, stop=stop)) for k in sizes}
     drafter = drafter_of(proposer) | {"part": part}
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
-    seconds: dict[int, Mapping[int, float]] = {}
-    for live in sorted({1, timing.batch_size}):
+    seconds: dict[int, dict[int, Mapping[int, float]]] = {}
+    contexts = sorted({context_of(target, context) for context in timing.contexts})
+    for context, live in product(contexts, sorted({1, timing.batch_size})):
         under = conditions(
-            target, json.dumps(drafter, sort_keys=True, default=str), [(k,) for k in sizes], live, sampling
+            target, json.dumps(drafter, sort_keys=True, default=str), [(k,) for k in sizes], live, sampling, context
         )
 
-        def timed(live: int = live) -> StepCosts:
-            log.info("Measuring the seconds of a step for %d to %d drafted levels, batch %d", 0, depth, live)
+        def timed(live: int = live, context: int = context) -> StepCosts:
+            log.info(
+                "Measuring the seconds of a step for %d to %d drafted levels, batch %d, context %d",
+                0, depth, live, context,
+            )  # fmt: skip
             threads = torch.get_num_threads() if target.lm.device.type == "cpu" else 1
-            with visits(target, limited, live, sampling, PERIOD) as visit:
+            with visits(target, limited, live, sampling, PERIOD, context) as visit:
                 return measure(visit, {k: k + 1.0 for k in sizes}, threads=threads)
 
         costs = cache.costs({**under, "period": PERIOD}, sizes, timed, timing.recalibrate)
@@ -163,7 +194,7 @@ def draft_costs(
                 "the machine is too busy to measure what drafts cost (repeated timings of a step differ by %.0f %%): "
                 "the measured costs are used for this run and not kept", 100 * costs.overall_spread,
             )  # fmt: skip
-        seconds[live] = costs.seconds
+        seconds.setdefault(context, {})[live] = costs.seconds
     with attributed("proposer", proposer):
         proposer.forget()
     return DraftCosts(seconds)

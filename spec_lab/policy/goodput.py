@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Unpack
 
 from spec_lab.core.limit import Limit, StopRule
@@ -22,6 +22,51 @@ from spec_lab.propose.trees import MAX_DEPTH, TreeDepth
 Scope = Literal["request", "run"]
 """Requests that a policy learns from: each from its own past, or from that of all requests of the run."""
 
+SHARE = 0.01
+"""Share of the time that drafts deeper than the best depth may take, once the wait between them has grown."""
+
+FIRST_WAIT, CHANGED_WAIT, LONGEST_WAIT = 1 / 8, 1 / 2, 4.0
+"""Waits before such a draft, in units of the wait that ``SHARE`` allows: the first of a run, the longest one after a
+request begins or the best depth changes, and the longest one. Each wait is twice the one before."""
+
+GRAIN = 128
+"""Tokens of context after which a decision is weighed again, since steps take longer."""
+
+
+@dataclass
+class Trial:
+    """When the next draft deeper than the best depth is tried, and what was decided last.
+
+    Args:
+        depth: the best one, as decided last; None: nothing was decided.
+        current: whether nothing was learned since.
+        situation: sequences and context (in units of ``GRAIN``) of that decision.
+        waited: steps since the last trial.
+        wait: steps to the next, in units of the wait that ``SHARE`` allows.
+        at_once: whether the next one does not wait, since the last one was accepted whole.
+        levels: below the best depth that are tried: doubled after each trial that was accepted whole.
+    """
+
+    depth: int | None = None
+    current: bool = False
+    situation: tuple[int, int] = (0, 0)
+    waited: int = 0
+    wait: float = FIRST_WAIT
+    at_once: bool = False
+    levels: int = 1
+
+    def ended(self, whole: bool) -> None:
+        """Wait for twice as long; or try twice as many levels at once, if all of them were accepted."""
+        self.waited, self.at_once = 0, whole
+        if whole:
+            self.levels *= 2
+        else:
+            self.wait, self.levels = min(2 * self.wait, LONGEST_WAIT), 1
+
+    def changed(self) -> None:
+        """Decide again, since the text changes: wait no longer than ``CHANGED_WAIT``."""
+        self.current, self.wait = False, min(self.wait, CHANGED_WAIT)
+
 
 @dataclass
 class Levels:
@@ -30,12 +75,14 @@ class Levels:
     Args:
         trials, hits: ``[D]`` steps whose path had reached the level above, and those in which it reached this one.
         begun, drawn: ``[D]`` steps that had drafted the level above, and those that drafted this one.
+        trial: of a depth beyond the best one.
     """
 
     trials: list[float]
     hits: list[float]
     begun: list[float]
     drawn: list[float]
+    trial: Trial = field(default_factory=Trial)
 
     @staticmethod
     def none(depth: int) -> Levels:
@@ -44,12 +91,14 @@ class Levels:
 
     def clear(self) -> None:
         """Know nothing again."""
-        self.age(0.0)
+        self.age(0.0, range(len(self.trials)))
+        self.trial = Trial()
 
-    def age(self, memory: float) -> None:
-        """Let what is known count less."""
+    def age(self, memory: float, levels: range) -> None:
+        """Let what is known of some levels count less."""
         for counts in (self.trials, self.hits, self.begun, self.drawn):
-            counts[:] = [count * memory for count in counts]
+            for level in levels:
+                counts[level] *= memory
 
     def add(self, outcome: DraftOutcome) -> None:
         """Count an outcome."""
@@ -86,14 +135,19 @@ class Goodput(Policy):
     Source: SmartSpec/TurboSpec (2406.14066, section 4): the maximum over k of the batch's expected tokens over the
     predicted seconds of a step. Here acceptance is estimated for each level, since later levels of a draft are accepted
     less often; a sequence's estimates begin with those of the run and move to its own; and seconds are those measured
-    for each depth. What was seen long ago counts less, so that depths that were given up are tried again.
+    for each depth and context. What was seen long ago counts less, of the levels that are tried.
+
+    Levels below the best depth (all, where drafting nothing is best) are tried again after a wait that doubles each
+    time (``Trial``), one level deeper, in one sequence. A trial that is accepted whole is followed at once by one twice
+    as deep, and what was known of deeper levels counts half. A look-up that finds nothing is no trial: the next step
+    tries again. All this follows from texts and outcomes, so that drafts stay exact.
 
     Args:
         costs: measured.
         depth: the largest one considered.
         shared: what the run's sequences have shown.
         prior: acceptance of a level of which nothing is known.
-        memory: weight of the past in each further step.
+        memory: weight of the past in each further step that tries a level.
         weight: of the run's estimates in a sequence's, and of the prior in the run's, in steps.
         scope: "request": each sequence is decided for alone, from its own past.
         stop: a rule that ends drafts before that depth, at the ``threshold``; None for none. Estimates take it into
@@ -110,6 +164,7 @@ class Goodput(Policy):
     name: str = "goodput"
     stop: StopRule | None = None
     threshold: float = 0.0
+    _table: dict[tuple[int, int], list[float]] = field(init=False, repr=False, default_factory=dict)
 
     @staticmethod
     @checked
@@ -132,7 +187,7 @@ class Goodput(Policy):
             proposer: of the run.
             depth: largest depth considered; 0 is always considered.
             prior: acceptance of a level of which nothing is known.
-            memory: weight of the past in moving averages, for each further step.
+            memory: weight of the past in moving averages, for each further step that tries a level.
             weight: of the run's estimates beside a sequence's own, counted in steps.
             scope: run: one depth for the batch; request: each sequence by its own past.
             timing: see the class.
@@ -175,19 +230,49 @@ class Goodput(Policy):
 
     def init(self, request: Request) -> Levels:
         """See ``Policy``."""
+        self.shared.trial.changed()
         return Levels.none(self.depth)
 
     def decide(self, batch: Batch, states: Sequence[Levels]) -> list[Limit]:
         """See ``Policy``."""
+        contexts = [len(sequence.tokens) for sequence in batch.sequences]
         if self.scope == "request":
-            return [Limit(self.best([state]), self.threshold) for state in states]
-        return [Limit(self.best(states), self.threshold)] * len(states)
+            depths = [self._decided(state, [state], context) for state, context in zip(states, contexts, strict=True)]
+            return [Limit(max(each), self.threshold) for each in depths]
+        depth, tried = self._decided(self.shared, states, max(contexts))
+        limits = [Limit(depth, self.threshold)] * len(states)
+        if tried > depth:
+            limits[0] = Limit(tried, self.threshold)
+        return limits
 
-    def best(self, states: Sequence[Levels]) -> int:
+    def _decided(self, known: Levels, states: Sequence[Levels], context: int) -> tuple[int, int]:
+        """Return the best depth for these sequences, and a deeper one where it is to be tried now; 0 for none."""
+        trial, situation = known.trial, (len(states), context // GRAIN)
+        if trial.depth is None or not trial.current or trial.situation != situation:
+            depth = self.best(states, context)
+            if trial.depth not in (None, depth):
+                trial.changed()
+            trial.depth, trial.current, trial.situation = depth, True, situation
+        depth = trial.depth
+        deeper = min(self.depth, depth + trial.levels)
+        if deeper == depth:
+            return depth, 0
+        seconds = self._seconds(*situation)
+        wait = trial.wait * max(0.0, seconds[deeper] / seconds[depth] - 1) / SHARE
+        return depth, deeper if trial.at_once or trial.waited >= wait else 0
+
+    def _seconds(self, live: int, grains: int) -> list[float]:
+        """Return the seconds of a step by depth; computed once for each situation."""
+        if (live, grains) not in self._table:
+            costs = [self.costs.of(level, live, grains * GRAIN) for level in range(self.depth + 1)]
+            self._table[live, grains] = costs
+        return self._table[live, grains]
+
+    def best(self, states: Sequence[Levels], context: int = 0) -> int:
         """The depth with the most expected tokens per second for these sequences; the smallest of equal ones."""
         run = self.shared.estimates([(self.prior, 1.0)], self.weight)
         live, best, best_rate = len(states), 0, 0.0
-        seconds = [self.costs.of(level, live) for level in range(self.depth + 1)]
+        seconds = self._seconds(live, context // GRAIN)
         each = [state.estimates(run, self.weight) for state in states]
         paths, drafts = [1.0] * live, [1.0] * live
         tokens, spent = float(live), seconds[0]
@@ -203,12 +288,39 @@ class Goodput(Policy):
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
-        self.shared.age(self.memory)
+        if self.scope == "request":
+            for outcome in outcomes:
+                self._learn(outcome.state, [outcome])
+            return
+        self._learn(self.shared, outcomes)
         for outcome in outcomes:
-            outcome.state.age(self.memory)
-            outcome.state.add(outcome)
-            if self.scope == "run":
-                self.shared.add(outcome)
+            if tried := self._tried(outcome):
+                outcome.state.age(self.memory, range(tried))
+                outcome.state.add(outcome)
+
+    def _tried(self, outcome: DraftOutcome) -> int:
+        """Return the levels that might be drafted."""
+        return self.depth if outcome.limit.depth is None else min(outcome.limit.depth, self.depth)
+
+    def _learn(self, known: Levels, outcomes: Sequence[DraftOutcome]) -> None:
+        """Count the outcomes of a step, and note whether it was a trial."""
+        trial = known.trial
+        trial.waited += 1
+        tried = max(map(self._tried, outcomes))
+        if not tried:
+            return
+        known.age(self.memory, range(tried))
+        for outcome in outcomes:
+            depth = self.depth if trial.depth is None else trial.depth
+            # A rule may end a deeper draft before it is deeper; that is a trial all the same.
+            if self._tried(outcome) > depth and (outcome.drafted > depth or self.stop is not None):
+                whole = outcome.accepted > depth and outcome.accepted == outcome.drafted
+                trial.ended(whole)
+                if whole:
+                    for levels in {id(known): known, id(outcome.state): outcome.state}.values():
+                        levels.age(0.5, range(depth, self.depth))
+            known.add(outcome)
+        trial.current = False
 
 
 @dataclass
@@ -267,7 +379,10 @@ class GainOverCost(Policy):
         """
         check_pair(proposer, "gain", Gain(), ())
         costs = draft_costs(target, proposer, MAX_DEPTH, Timing(**timing), depths=(0,))
-        whole_draft = {n: {0: each[0], 1: each[MAX_DEPTH]} for n, each in costs.seconds.items()}
+        whole_draft = {
+            context: {live: {0: of_depth[0], 1: of_depth[MAX_DEPTH]} for live, of_depth in of_live.items()}
+            for context, of_live in costs.seconds.items()
+        }
         return GainOverCost(DraftCosts(whole_draft), max(1, proposer.nodes), Rate(), scale, memory, scope)
 
     @property
@@ -293,7 +408,7 @@ class GainOverCost(Policy):
 
     def toy(self) -> GainOverCost:
         """See ``Policy``. A node must be accepted with a probability of about 0.8 to pay for its seconds."""
-        costs = DraftCosts({1: {0: 1.0, 1: 2.0}})
+        costs = DraftCosts({1: {1: {0: 1.0, 1: 2.0}}})
         return replace(self, scope="request", costs=costs, nodes=toys.DEPTH, shared=Rate(), scale=0.55)
 
     def init(self, request: Request) -> Rate:
@@ -302,13 +417,17 @@ class GainOverCost(Policy):
 
     def decide(self, batch: Batch, states: Sequence[Rate]) -> list[Limit]:
         """See ``Policy``."""
+        contexts = [len(sequence.tokens) for sequence in batch.sequences]
         if self.scope == "request":
-            return [Limit(threshold=self._threshold(state, 1)) for state in states]
-        return [Limit(threshold=self._threshold(self.shared, len(states)))] * len(states)
+            return [
+                Limit(threshold=self._threshold(state, 1, context))
+                for state, context in zip(states, contexts, strict=True)
+            ]
+        return [Limit(threshold=self._threshold(self.shared, len(states), max(contexts)))] * len(states)
 
-    def _threshold(self, rate: Rate, live: int) -> float:
+    def _threshold(self, rate: Rate, live: int, context: int) -> float:
         """Tokens that the seconds of one node are worth."""
-        without, whole_draft = self.costs.of(0, live), self.costs.of(1, live)
+        without, whole_draft = self.costs.of(0, live, context), self.costs.of(1, live, context)
         of_node = max(0.0, whole_draft - without) / (self.nodes * live)
         # Begins as if every step emitted two tokens in a step with half a draft.
         tokens, seconds = rate.tokens + 2 * live, rate.seconds + (without + whole_draft) / 2
@@ -322,4 +441,4 @@ class GainOverCost(Policy):
             state = self.shared if self.scope == "run" else outcome.state
             live = outcome.live if self.scope == "run" else 1
             state.tokens += outcome.accepted + 1
-            state.seconds += self.costs.of(min(1.0, outcome.nodes / self.nodes), live) / live
+            state.seconds += self.costs.of(min(1.0, outcome.nodes / self.nodes), live, outcome.context) / live

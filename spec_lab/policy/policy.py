@@ -28,6 +28,7 @@ class DraftOutcome:
         drafted: levels of its draft tree; ``nodes``: its nodes.
         accepted: accepted nodes that were kept.
         live: sequences of the step.
+        context: tokens of the sequence before it.
     """
 
     state: Any
@@ -36,6 +37,7 @@ class DraftOutcome:
     nodes: int
     accepted: int
     live: int
+    context: int = 0
 
 
 def _is_rule(value: Any) -> bool:

@@ -17,7 +17,7 @@ from spec_lab.policy.costs import DraftCosts
 DEPTH = 3
 """The largest depth that is considered: that of the deepest toy tree."""
 
-COSTS = DraftCosts({1: {0: 1.0, 1: 1.3, 2: 1.6, 3: 1.9}})
+COSTS = DraftCosts({1: {1: {0: 1.0, 1: 1.3, 2: 1.6, 3: 1.9}}})
 """Seconds of a step by its levels: at an acceptance of 0.7 two levels are best, after a rejection none is."""
 
 LIKELIEST = torch.linspace(0.5, 0.95, 10)

@@ -50,7 +50,7 @@ LEVEL = 0.98
 CONTEXT = 200
 """Tokens of context at which steps are timed, where the target has room for so many."""
 
-PROCEDURE = 3
+PROCEDURE = 4
 """Version of how steps are timed: costs of another version are measured again. Raise it with every change."""
 
 
@@ -150,7 +150,12 @@ def calibrate(
 
 
 def conditions(
-    target: Target, drafter: str, grown: Sequence[Sequence[int]], batch_size: int, sampling: Sampling
+    target: Target,
+    drafter: str,
+    grown: Sequence[Sequence[int]],
+    batch_size: int,
+    sampling: Sampling,
+    context: int = CONTEXT,
 ) -> dict[str, Any]:
     """Everything that the costs depend on: other conditions, another entry of the cache.
 
@@ -160,6 +165,7 @@ def conditions(
         grown: the nodes of the largest tree, in the order in which trees grow.
         batch_size: sequences decoded together.
         sampling: of the requests.
+        context: tokens of context at which steps are timed.
     """
     return {
         "procedure": PROCEDURE,
@@ -171,7 +177,7 @@ def conditions(
         "target": target.sha256 or target.name,
         **target.lm.facts,
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "context": _context(target),
+        "context": context_of(target, context),
         "drafter": drafter,
         "trees": sha256(write(tuple(map(tuple, grown))).encode()).hexdigest(),
         "batch_size": batch_size,
@@ -201,9 +207,9 @@ def _spec_lab() -> str:
         return "unknown"
 
 
-def _context(target: Target) -> int:
-    """Tokens of context at which steps are timed."""
-    return max(1, min(CONTEXT, target.context - VISIT - 2))
+def context_of(target: Target, context: int = CONTEXT) -> int:
+    """Return the tokens of context at which steps are timed, where the target has room for so many."""
+    return max(1, min(context, target.context - VISIT - 2))
 
 
 def time_steps(
@@ -233,16 +239,25 @@ def time_steps(
 
 @contextmanager
 def visits(
-    target: Target, proposers: Mapping[int, Proposer], batch_size: int, sampling: Sampling, period: int | None = None
+    target: Target,
+    proposers: Mapping[int, Proposer],
+    batch_size: int,
+    sampling: Sampling,
+    period: int | None = None,
+    context: int = CONTEXT,
 ) -> Iterator[Callable[[int], list[float]]]:
     """Yield what times ``VISIT`` steps of a size and returns the seconds of all but the first.
 
-    Arguments as in ``time_steps``, and ``period``: the random text repeats after so many tokens, so that proposers
-    which look drafts up find some, and the proposers, which share their states, have observed all of it. None: it does
-    not repeat, and states are new in each visit. Afterwards nothing is left in the target's KV cache.
+    Arguments as in ``time_steps``, and two more. Afterwards nothing is left in the target's KV cache.
+
+    Args:
+        period: the random text repeats after so many tokens, so that proposers which look drafts up find some, and the
+            proposers, which share their states, have observed all of it. None: it does not repeat, and states are new
+            in each visit.
+        context: tokens of it.
     """
     lm, largest = target.lm, max(proposer.nodes for proposer in proposers.values())
-    context = _context(target)
+    context = context_of(target, context)
     drawn = np.random.default_rng(0).integers(0, target.vocabulary, min(context, period or context))
     text = np.resize(drawn, context + VISIT).tolist()
     prompt = tuple(text[:context])

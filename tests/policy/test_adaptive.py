@@ -26,7 +26,7 @@ from spec_lab.propose.tree_plan import TreePlan
 from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted, requests
 from tests.propose.test_best_of import Truth, best_of
 
-COSTS = DraftCosts({1: {0: 1.0, 4: 1.4}, 3: {0: 1.5, 4: 2.5}})
+COSTS = DraftCosts({200: {1: {0: 1.0, 4: 1.4}, 3: {0: 1.5, 4: 2.5}}})
 
 
 def test_drafts_are_no_deeper_than_the_policy_allows(target, truth):
@@ -45,6 +45,22 @@ def test_a_depth_drafts_what_a_chain_of_that_depth_drafts(target, sampling):
     short, expected = decode(target, draft_model("1x1"), requests(sampling))
     assert emitted(whole) == emitted(short)
     assert [step.draft.shape.nodes for step in steps] == [step.draft.shape.nodes for step in expected]
+
+
+def test_a_proposer_is_not_asked_where_nothing_may_be_drafted(target, truth, monkeypatch):
+    """The step is that of the null proposer; with a limit above 0 for one sequence all are asked."""
+    asked = []
+    plain = Ngram.propose
+    monkeypatch.setattr(Ngram, "propose", lambda self, batch: asked.append(1) or plain(self, batch))
+    adaptive = adapt(Ngram(3, 3, 1), FixedDepth(0))
+    group, steps = decode(target, adaptive, requests())
+    assert not asked
+    assert emitted(group) == truth
+    assert [step.draft for step in steps[1:3]] == [steps[0].draft] * 2, "one draft serves all steps"
+    assert all(list(step.draft.limits) == [Limit(0)] * len(step.sequences) for step in steps)
+    mixed = adapt(Ngram(3, 3, 1), RecordedPolicy({0: [Limit(1)], 1: [Limit(0)], 2: [Limit(0)]}))
+    mixed.propose(batch_of(target, requests(), mixed))
+    assert asked
 
 
 def test_each_sequence_has_its_own_limit(target):
@@ -183,14 +199,15 @@ def test_costs_are_measured_for_drafts_of_every_depth(target, make, tmp_path, mo
         return draft
 
     monkeypatch.setattr(type(proposer), "propose", spy)
-    costs = draft_costs(target, proposer, 3, Timing(2, cache=str(tmp_path)))
+    timing = Timing(2, cache=str(tmp_path), contexts=(48, 96))
+    costs = draft_costs(target, proposer, 3, timing)
     assert sorted(drafted) == [0, 1, 2, 3]
-    assert {depth: max(levels) for depth, levels in seen} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert {depth: max(levels) for depth, levels in seen} == {1: 1, 2: 2, 3: 3}, "at depth 0 it is not asked"
     assert all(levels == list(range(depth + 1)) for depth, levels in seen)
     assert costs.of(2) == 3.0
-    assert sorted(costs.seconds) == [1, 2]
+    assert {context: sorted(by_live) for context, by_live in costs.seconds.items()} == {48: [1, 2], 96: [1, 2]}
     seen.clear()
-    assert draft_costs(target, proposer, 3, Timing(2, cache=str(tmp_path))).of(2) == 3.0
+    assert draft_costs(target, proposer, 3, timing).of(2) == 3.0
     assert not seen, "costs are cached"
 
 

@@ -27,7 +27,7 @@ from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Traversal
 from tests.tasks.certify.test_exact import best_of, draft_model, early_exit, kangaroo, require_exact, skip
 
-COSTS = DraftCosts({1: {0: 1.0, 1: 1.001, 8: 1.008}})
+COSTS = DraftCosts({200: {1: {0: 1.0, 1: 1.001, 8: 1.008}}})
 DEPTHS = tuple(Limit(depth) for depth in (1, 2, 4, 8))
 STOPS = tuple(Limit(depth, threshold) for depth in (4, 8) for threshold in (0.01, 0.02))
 

@@ -132,10 +132,10 @@ def judge(
             family.mode.proposer, max(drafting.depth, 1.0)
         )
         per_step = {
-            size: _seconds(rows, costs, size, drafting.extra_rows) + drafting.step * share for size in costs.seconds
+            size: _seconds(rows, costs, size, drafting.extra_rows) + drafting.step * share for size in costs.batches
         }
         tokens, steps, seconds = sums.tokens.mean(0), sums.steps.mean(0), _by_request(trees, per_step[batch])
-        plain = {size: costs.of(0, size) for size in costs.seconds}
+        plain = {size: costs.of(0, size) for size in costs.batches}
         tau = float(tokens.sum() / steps.sum())
         speedup = {size: tau * plain[size] / float(per_step[size].mean()) for size in per_step}
         interval = jackknife(np.stack([tokens * plain[batch], seconds], axis=1), _ratio, relative=True)

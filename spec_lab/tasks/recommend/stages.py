@@ -18,6 +18,7 @@ from spec_lab.core.files import read_json, write_json
 from spec_lab.core.progress import Progress
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.propose import Null, Proposer
+from spec_lab.propose.calibrate import CONTEXT
 from spec_lab.replay.recorded_trees import of_rows
 from spec_lab.results.writer import Recorder, load, load_replay
 from spec_lab.tasks.groups import BASELINE, decode_group
@@ -117,8 +118,8 @@ class Stages:
 
     @property
     def table(self) -> DraftCosts:
-        """The measured seconds of a step, by batch size and nodes."""
-        return DraftCosts(self.costs)
+        """The measured seconds of a step, by batch size and nodes, at one context."""
+        return DraftCosts({CONTEXT: self.costs})
 
     @property
     def first(self) -> int:

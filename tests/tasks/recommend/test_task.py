@@ -105,7 +105,7 @@ def recorded(used, depth=6):
 @pytest.mark.parametrize(("per_node", "best"), [(0.0, 6), (0.15, 6), (10.0, 1)])
 def test_the_best_depth_follows_from_the_cost_of_a_node(per_node, best):
     family = ModeFamily(SpeculativeMode("ngram", {"depth": 6}), ["depth"])
-    costs = DraftCosts({1: {0: 1.0, 1: 1.0 + per_node, 6: 1.0 + 6 * per_node}})
+    costs = DraftCosts({200: {1: {0: 1.0, 1: 1.0 + per_node, 6: 1.0 + 6 * per_node}}})
     judged = judge(recorded(planted()), 0, family, Token(), costs, DraftingSeconds(0.0, 0.0, 6.0), 1)
     (chosen,) = best_few(judged, 1, 1)
     assert chosen.mode.options["depth"] == best
@@ -117,7 +117,7 @@ def test_the_best_depth_follows_from_the_cost_of_a_node(per_node, best):
 
 def test_drafting_and_rows_beside_the_draft_are_paid_for():
     family = ModeFamily(SpeculativeMode("ngram", {"depth": 6}), ["depth"])
-    costs, trees = DraftCosts({1: {0: 1.0, 8: 1.8}}), recorded(planted())
+    costs, trees = DraftCosts({200: {1: {0: 1.0, 8: 1.8}}}), recorded(planted())
     free, paid = (judge(trees, 0, family, Token(), costs, drafting, 1)[0]
                   for drafting in (DraftingSeconds(0, 0, 6), DraftingSeconds(0.5, 2.0, 6)))  # fmt: skip
     assert 1 / paid.speedup[1] - 1 / free.speedup[1] == pytest.approx((0.5 + 2 * 0.1) / free.tau)
