@@ -341,6 +341,12 @@ def test_a_check_leaves_a_summary_and_says_that_nothing_is_open(tmp_path):
     }  # fmt: skip
 
 
+def test_the_depth_is_that_of_the_drafts_not_the_number_of_their_nodes(tmp_path):
+    heads = Heads.random(lab().target, 2, trunk=False)
+    _, shown, summary = checked(tmp_path / "run", proposer=Medusa(heads, parse("2x1")))
+    assert summary["depth"] == 2 and "of depth 2," in shown and "depth 3" not in shown
+
+
 def test_a_check_names_the_best_reading_and_its_options(tmp_path):
     class Right(Read):
         """Drafts the right token where its taps are "b"."""

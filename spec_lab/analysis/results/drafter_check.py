@@ -161,7 +161,11 @@ def _readings(readings: Sequence[Mapping[str, Any]], best: int) -> DataTable:
 def _depths(readings: Sequence[Mapping[str, Any]], depth: int) -> DataTable:
     columns = [("reading", False), ("figure", False), *((f"depth {level + 1}", True) for level in range(depth))]
     rows = [
-        [Cell(_options(reading["changed"]) or "in use"), Cell(name), *(cell(value, ".3f") for value in reading[key])]
+        [
+            Cell(_options(reading["changed"]) or "in use"),
+            Cell(name),
+            *(cell(value, ".3f") for value in reading[key][:depth]),
+        ]
         for reading in readings
         if "tau" in reading
         for key, name in (("agreed", "agreement"), ("alpha", "alpha"))

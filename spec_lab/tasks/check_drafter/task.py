@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import numpy as np
 from rich.console import Console
 
 from spec_lab.analysis.results import drafter_check
@@ -16,7 +17,7 @@ from spec_lab.core.user_cache import default_folder
 from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.propose import Null
-from spec_lab.tasks.check_drafter.acceptance import by_range, calibration
+from spec_lab.tasks.check_drafter.acceptance import by_depth, by_range, calibration
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, draft_depth, follows_tree, predicted
 from spec_lab.tasks.check_drafter.kept_texts import KeptTexts
 from spec_lab.tasks.check_drafter.readings import TriedReading, alike, try_readings
@@ -143,12 +144,14 @@ def summarise(
     assert used.texts is not None and shown is not None
     trained = used.reading.trained_context
     texts = {"used": used.texts} | ({} if best is used else {"best": shown})
+    known = [~np.isnan(by_depth(reading.texts, "agreed")) for reading in tried if reading.texts]
+    drafted = np.any(known, axis=0).nonzero()[0]
     return {
         "experiment": settings.name,
         "target": lab.target.name,
         "proposer": lab.proposer.name,
         "temperature": lab.sampling.temperature,
-        "depth": draft_depth(proposer),
+        "depth": int(drafted.max()) + 1 if len(drafted) else draft_depth(proposer),
         "tree": follows_tree(proposer),
         "texts": len(used.texts),
         "tokens": sum(len(text.accepted) for text in used.texts),

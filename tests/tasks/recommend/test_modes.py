@@ -109,6 +109,34 @@ def test_the_flags_of_other_engines_have_the_numbers_of_the_mode(mode, engines):
     assert flags(mode, 3, {"max_ngram": 4, "min_ngram": 1}) == engines
 
 
+EAGLE = SpeculativeMode("eagle", {"path": "D"}, "fixed", {"depth": 2})
+
+
+@pytest.mark.parametrize(
+    ("facts", "engines"),
+    [
+        (
+            {"name": "eagle", "tree": "1x1x1", "nodes": 3},
+            {
+                "vLLM": '--speculative-config \'{"method": "eagle", "model": "D", "num_speculative_tokens": 2}\'',
+                "SGLang": "--speculative-algorithm EAGLE --speculative-draft-model-path D --speculative-num-steps 2 "
+                "--speculative-eagle-topk 1 --speculative-num-draft-tokens 3",
+            },
+        ),
+        (
+            {"name": "eagle3", "tree": "reranked", "nodes": 8, "children": 4},
+            {
+                "SGLang": "--speculative-algorithm EAGLE3 --speculative-draft-model-path D --speculative-num-steps 2 "
+                "--speculative-eagle-topk 4 --speculative-num-draft-tokens 9",
+            },
+        ),
+    ],
+)
+def test_heads_have_the_flags_of_their_kind_and_trees_none_of_engines_that_draft_chains(facts, engines):
+    assert flags(EAGLE, 3, facts) == engines
+    assert flags(SpeculativeMode("block", {"path": "D"}), 3, {"tree": "1x1x1", "nodes": 3, "head": "vanilla"}) == {}
+
+
 def test_the_command_is_short_for_a_run_of_the_task():
     given = [
         "recommend",
