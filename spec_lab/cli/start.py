@@ -34,15 +34,16 @@ REUSED = ProcessCache()
 """Cache that the runs of this process share, above all those of a sweep; it is passed to the parts."""
 
 
-def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
-    """Return the config with the trees that the run calibrated when it began, so that a resumed run is not calibrated
-    again. They are named as by ``manifest.begun_trees``.
+def with_trees(config: DictConfig, trees: Mapping[str, str | int]) -> DictConfig:
+    """Return the config with the trees that the run calibrated, and the depths that it chose, when it began, so that a
+    resumed run is not calibrated again. They are named as by ``manifest.begun_trees``.
     """
     config = deepcopy(config)
     for name, tree in trees.items():
         arm, dot, part = name.partition(".")
-        option = f"{'proposer' if arm == 'speculative' else f'arms.{arm}'}{dot}{part}.tree"
-        if OmegaConf.select(config, option) == "calibrated":
+        chosen, later = ("depth", "auto") if isinstance(tree, int) else ("tree", "calibrated")
+        option = f"{'proposer' if arm == 'speculative' else f'arms.{arm}'}{dot}{part}.{chosen}"
+        if OmegaConf.select(config, option) == later:
             OmegaConf.update(config, option, tree)
     return config
 

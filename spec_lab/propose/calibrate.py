@@ -105,6 +105,7 @@ def calibrate(
     drafter: str = "",
     again: bool = False,
     timing: Callable[..., StepCosts] | None = None,
+    option: str = "tree",
 ) -> Calibration:
     """The tree with the most expected tokens per second for this batch size on this machine; of trees that come within
     two hundredths of it and are no slower than drafting nothing, the largest.
@@ -123,6 +124,7 @@ def calibrate(
         drafter: SHA-256 of the proposer's weights.
         again: measure the costs even if the cache has them.
         timing: times steps; ``time_steps`` unless given.
+        option: that is calibrated, for messages: tree or depth.
     """
     most = min(target.vocabulary, *map(len, accuracy.accuracy))
     grown = [path for path, _ in grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), most)]
@@ -132,14 +134,14 @@ def calibrate(
     sampling = Sampling(accuracy.temperature)
 
     def timed() -> StepCosts:
-        log.info("Calibrating the draft tree: measuring the seconds of a step for each size")
+        log.info("Calibrating the draft %s: measuring the seconds of a step for each size", option)
         proposers = {size: drafting(tree) for size, tree in trees.items()}
         return (timing or time_steps)(target, proposers, tokens, batch_size, sampling)
 
     under = conditions(target, drafter, grown, batch_size, sampling)
     costs = cache.costs(under, sizes, timed, again)
     if not costs.steady:
-        log.warning("%s", unsteady(costs))
+        log.warning("%s", unsteady(costs, option))
     smooth = smoothed(costs.seconds)
     rates = {size: tokens[size] / smooth[size] for size in smooth}
     best = max(rates, key=lambda size: rates[size])
@@ -185,7 +187,7 @@ def conditions(
     }
 
 
-def unsteady(costs: StepCosts) -> str:
+def unsteady(costs: StepCosts, option: str = "tree") -> str:
     """Why costs are not trusted, and what to do."""
     why = [f"repeated timings of a step differ by {costs.overall_spread:.0%}"]
     if costs.other_load is not None:
@@ -194,9 +196,9 @@ def unsteady(costs: StepCosts) -> str:
             f"other processes used {costs.other_load:.1f} of {costs.cores} cores beside the {threads} of this one"
         )
     return (
-        f"the machine is too busy to calibrate a tree: {', and '.join(why)}. The measured costs are used for this run "
-        "and not kept, so the next run may choose another tree. Run again when the machine is idle, set threads= to "
-        "fewer threads, or name the tree with proposer.tree="
+        f"the machine is too busy to calibrate a {option}: {', and '.join(why)}. The measured costs are used for this "
+        f"run and not kept, so the next run may choose another {option}. Run again when the machine is idle, set "
+        f"threads= to fewer threads, or name the {option} with proposer.{option}="
     )
 
 

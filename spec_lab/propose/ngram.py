@@ -14,21 +14,19 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.options import Whole, WrongOption, checked
+from spec_lab.core.options import Count, Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload_tokens
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.propose.auto_depth import Acceptance, AutoDepth, Depth, resolved
 from spec_lab.propose.continuations import continuation, merged
 from spec_lab.propose.trees import TreeNodes
 
 SCAN = 32
 """Maximum number of earlier occurrences of one n-gram that a tree uses, the most recent first."""
-
-MAX_DEPTH = 1024
-"""Maximum depth of a draft."""
 
 Match = Literal["recent", "first"]
 
@@ -36,7 +34,6 @@ LONGEST = 64
 """Length of the longest n-gram that can be looked up: indexing a token costs the square of it."""
 
 Size = Annotated[int, Whole(1, LONGEST)]
-Continued = Annotated[int, Whole(1, MAX_DEPTH)]
 
 
 class Index:
@@ -102,17 +99,19 @@ class Ngram(Proposer):
     """Drafts the continuation of the longest, then most recent or first, earlier occurrence of the last tokens.
 
     Args:
-        depth: number of drafted tokens, k; at most ``MAX_DEPTH``.
+        depth: number of drafted tokens, k; at most ``auto_depth.MAX_DEPTH``; 0 drafts nothing.
         max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
         min_ngram: length of the shortest.
         match: which of several occurrences: "recent", the last; "first", the first with ``depth`` tokens after it that
             does not reach into the last tokens, as in Saxena's ``find_candidate_pred_tokens``.
+        chosen: why the depth was chosen; None where it was given.
     """
 
     depth: int
     max_ngram: int
     min_ngram: int
     match: Match = "recent"
+    chosen: AutoDepth | None = None
     name: str = "ngram"
     drawn: Drawn = "point"
     branches: bool = False
@@ -121,20 +120,31 @@ class Ngram(Proposer):
     @staticmethod
     @checked
     def load(
-        target: Target, depth: Continued = 10, max_ngram: Size = 4, min_ngram: Size = 1, match: Match = "recent"
+        target: Target,
+        depth: Depth = 10,
+        max_ngram: Size = 4,
+        min_ngram: Size = 1,
+        match: Match = "recent",
+        acceptance: Acceptance = 0.7,
+        batch_size: Count = 1,
     ) -> Ngram:
-        """Return the proposer with valid options; it uses nothing of the target.
+        """Return the proposer with valid options.
 
         Args:
-            depth: tokens drafted.
+            target: on which the costs of rows are measured where the depth is auto.
+            depth: tokens drafted; 0: none; auto: as many as are fastest by measured costs and the acceptance.
             max_ngram: longest n-gram looked up in prompt and output; longer matches first.
             min_ngram: shortest n-gram looked up.
             match: of several occurrences: recent (the last) or first (the first with depth tokens after it).
+            acceptance: probability of each drafted token, given those before it, with depth=auto.
+            batch_size: sequences decoded together, with depth=auto.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return Ngram(depth, *lengths(max_ngram, min_ngram), match)
+        sizes = lengths(max_ngram, min_ngram)
+        tokens, chosen = resolved(depth, target, acceptance, batch_size)
+        return Ngram(tokens, *sizes, match, chosen)
 
     @property
     def nodes(self) -> int:
@@ -144,14 +154,15 @@ class Ngram(Proposer):
     @property
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
-        return {"max_ngram": self.max_ngram, "min_ngram": self.min_ngram, "match": self.match}
+        facts = {"max_ngram": self.max_ngram, "min_ngram": self.min_ngram, "match": self.match}
+        return facts if self.chosen is None else facts | {"auto_depth": self.chosen.facts}
 
     def propose(self, batch: Batch) -> Draft:
         """Draft one chain per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
         shapes = []
         for room, sequence in zip(batch.room(), batch.sequences, strict=True):
-            if not room:  # as a policy decided: nothing is looked up
+            if not room or not self.depth:  # as a policy decided: nothing is looked up
                 shapes.append(self._chain(0))
                 continue
             index: Index = sequence.state
@@ -176,15 +187,17 @@ class NgramTree(Proposer):
 
     Args:
         nodes: maximum number of nodes of a tree; at most ``trees.MAX_NODES``.
-        depth: number of tokens of a continuation; at most ``MAX_DEPTH``.
+        depth: number of tokens of a continuation; at most ``auto_depth.MAX_DEPTH``; 0 drafts nothing.
         max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
         min_ngram: length of the shortest.
+        chosen: why the depth was chosen; None where it was given.
     """
 
     nodes: int
     depth: int
     max_ngram: int
     min_ngram: int
+    chosen: AutoDepth | None = None
     name: str = "ngram_tree"
     drawn: Drawn = "point"
     branches: bool = True
@@ -195,32 +208,44 @@ class NgramTree(Proposer):
     @staticmethod
     @checked
     def load(
-        target: Target, nodes: TreeNodes = 12, depth: Continued = 6, max_ngram: Size = 4, min_ngram: Size = 1
+        target: Target,
+        nodes: TreeNodes = 12,
+        depth: Depth = 6,
+        max_ngram: Size = 4,
+        min_ngram: Size = 1,
+        acceptance: Acceptance = 0.7,
+        batch_size: Count = 1,
     ) -> NgramTree:
-        """Return the proposer with valid options; it uses nothing of the target.
+        """Return the proposer with valid options.
 
         Args:
+            target: on which the costs of rows are measured where the depth is auto.
             nodes: maximum nodes of a tree.
-            depth: longest continuation.
+            depth: longest continuation; 0: none; auto: the fastest of chains by measured costs and the acceptance.
             max_ngram: longest n-gram looked up in prompt and output; longer matches first.
             min_ngram: shortest.
+            acceptance: probability of each drafted token, given those before it, with depth=auto.
+            batch_size: sequences decoded together, with depth=auto.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return NgramTree(nodes, depth, *lengths(max_ngram, min_ngram))
+        sizes = lengths(max_ngram, min_ngram)
+        tokens, chosen = resolved(depth, target, acceptance, batch_size)
+        return NgramTree(nodes, tokens, *sizes, chosen)
 
     @property
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
-        return {"depth": self.depth, "max_ngram": self.max_ngram, "min_ngram": self.min_ngram}
+        facts = {"depth": self.depth, "max_ngram": self.max_ngram, "min_ngram": self.min_ngram}
+        return facts if self.chosen is None else facts | {"auto_depth": self.chosen.facts}
 
     def propose(self, batch: Batch) -> Draft:
         """Draft one tree per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
         shapes = []
         for room, sequence in zip(batch.room(), batch.sequences, strict=True):
-            if not room:  # as in ``Ngram``
+            if not room or not self.depth:  # as in ``Ngram``
                 shapes.append(self._shape(()))
                 continue
             index: Index = sequence.state

@@ -18,15 +18,16 @@ from torch.nn.functional import normalize
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.inference import inference
-from spec_lab.core.options import Whole, WrongOption, checked
+from spec_lab.core.options import Count, Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
+from spec_lab.propose.auto_depth import Acceptance, AutoDepth, Depth, resolved
 from spec_lab.propose.continuations import continuation
-from spec_lab.propose.trees import Choices, TreeDepth
+from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
 
 SCAN = 256
@@ -109,12 +110,14 @@ class PldPlus(Proposer):
     several tokens are pending, as in the first step of a prompt: the hidden state before the last is not known.
 
     Args:
-        depth: number of drafted tokens, k; at most ``trees.MAX_DEPTH``.
+        depth: number of drafted tokens, k; at most ``auto_depth.MAX_DEPTH``; 0 drafts nothing.
         layer: number of the hidden state, as in ``Requires``.
+        chosen: why the depth was chosen; None where it was given.
     """
 
     depth: int
     layer: int
+    chosen: AutoDepth | None = None
     name: str = "pld_plus"
     drawn: Drawn = "point"
     branches: bool = False
@@ -126,13 +129,21 @@ class PldPlus(Proposer):
 
     @staticmethod
     @checked
-    def load(target: Target, depth: TreeDepth = 10, layer: Annotated[int, Whole(-1)] | None = None) -> PldPlus:
+    def load(
+        target: Target,
+        depth: Depth = 10,
+        layer: Annotated[int, Whole(-1)] | None = None,
+        acceptance: Acceptance = 0.7,
+        batch_size: Count = 1,
+    ) -> PldPlus:
         """Return the proposer with valid options.
 
         Args:
             target: whose hidden states are compared. One without any is refused later (``check_requires``).
-            depth: tokens drafted.
+            depth: tokens drafted; 0: none; auto: as many as are fastest by measured costs and the acceptance.
             layer: hidden state that ranks occurrences (i: input of layer i, -1: final norm); None: the middle.
+            acceptance: probability of each drafted token, given those before it, with depth=auto.
+            batch_size: sequences decoded together, with depth=auto.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.
@@ -140,7 +151,8 @@ class PldPlus(Proposer):
         last = target.lm.capabilities.hidden_layers
         if last and (layer or 0) > last:
             raise WrongOption(f"layer must be at most {last}, or null for the middle layer, not {layer}")
-        return PldPlus(depth, last // 2 if layer is None else layer)
+        tokens, chosen = resolved(depth, target, acceptance, batch_size)
+        return PldPlus(tokens, last // 2 if layer is None else layer, chosen)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> PldPlus:
         """Return the same proposer with the toy's last hidden state. See ``Proposer``."""
@@ -154,7 +166,8 @@ class PldPlus(Proposer):
     @property
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
-        return {"layer": self.layer}
+        facts: dict[str, Any] = {"layer": self.layer}
+        return facts if self.chosen is None else facts | {"auto_depth": self.chosen.facts}
 
     def init(self, request: Request) -> ComputedText:
         """Return an empty text."""
@@ -184,7 +197,7 @@ class PldPlus(Proposer):
         compared: dict[int, Tensor] = {}
         for number, (room, sequence) in enumerate(zip(batch.room(), batch.sequences, strict=True)):
             state: ComputedText = sequence.state
-            known = room and state.end == len(sequence.tokens) - 1
+            known = room and self.depth and state.end == len(sequence.tokens) - 1
             places = state.occurrences(sequence.tokens[-1]) if known else []
             if len(places) > 1:
                 compared[number] = state.most_similar(places)

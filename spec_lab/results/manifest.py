@@ -203,13 +203,14 @@ def without_groups(out: Path, facts: Mapping[str, Any]) -> str:
     )
 
 
-def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:
-    """Return the draft trees of the run in ``out``; empty unless it began with this configuration.
+def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str | int]:
+    """Return the draft trees of the run in ``out``, and the depths that it chose; empty unless it began with this
+    configuration.
 
     They are named by their arm, those of a hybrid's parts ``arm.parts.name``, a cascade's ``arm.inner``.
 
-    A tree that is chosen by timing may come out differently the next time. A resumed run must decode with
-    the tree that it began with.
+    A tree or depth that is chosen by timing may come out differently the next time. A resumed run must decode with
+    the one that it began with.
 
     Raises:
         ValueError: as ``begun``.
@@ -219,11 +220,13 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
         return {}
     if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
         return {}
-    return {
-        name: facts["tree"]
-        for name, facts in with_parts(there["proposers"]).items()
-        if isinstance(facts.get("tree"), str)
+    proposers = with_parts(there["proposers"])
+    depths = {
+        name: facts["auto_depth"]["depth"]
+        for name, facts in proposers.items()
+        if isinstance(facts.get("auto_depth"), Mapping) and isinstance(facts["auto_depth"].get("depth"), int)
     }
+    return depths | {name: facts["tree"] for name, facts in proposers.items() if isinstance(facts.get("tree"), str)}
 
 
 def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -5,7 +5,9 @@ import re
 import subprocess
 
 import pytest
+from omegaconf import OmegaConf
 
+from spec_lab.cli.start import with_trees
 from spec_lab.results.manifest import (
     begun,
     begun_trees,
@@ -118,6 +120,15 @@ def test_the_tree_of_a_cascade_s_inner_proposer_is_named_and_part_of_the_run_s_i
     assert begun_trees(tmp_path, CONFIG) == {"speculative.inner": "0 1"}
     with pytest.raises(ValueError, match="tree"):
         claim(tmp_path, cascade("0 1 2"))
+
+
+def test_a_depth_that_was_chosen_by_timing_is_that_of_the_run_that_began(tmp_path):
+    proposer = {"name": "ngram", "drawn": "point", "auto_depth": {"depth": 4, "acceptance": 0.7}}
+    claim(tmp_path, facts() | {"proposers": {"speculative": proposer}})
+    assert begun_trees(tmp_path, CONFIG) == {"speculative": 4}
+    config = OmegaConf.create({"proposer": {"depth": "auto"}, "arms": {"other": {"depth": "auto"}}})
+    resumed = with_trees(config, {"speculative": 4, "other": 0})
+    assert resumed == {"proposer": {"depth": 4}, "arms": {"other": {"depth": 0}}}
 
 
 def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
