@@ -239,6 +239,19 @@ def build_mode(config: DictConfig, target: Any, mode: Any) -> Any:
     Raises:
         ValueError: it cannot be built, for this target or at all; says why.
     """
+    other = mode_config(config, mode)
+    try:
+        return under_policy(other, "policy", build(other, "proposer", target=target), target=target)
+    except (Refused, WrongOption) as error:
+        raise ValueError(str(error).removeprefix("spec_lab: ")) from error
+
+
+def mode_config(config: DictConfig, mode: Any) -> DictConfig:
+    """Return the config of a run with the proposer and the policy of a mode. Arguments as in ``build_mode``.
+
+    Raises:
+        ValueError: there is no such proposer or policy, or an option that has no default is left out.
+    """
     other = deepcopy(config)
     options = dict(mode.options)
     chosen = {slot: dict(part) for slot, part in options.pop("parts", {}).items()}
@@ -249,13 +262,10 @@ def build_mode(config: DictConfig, target: Any, mode: Any) -> Any:
             other.proposer.parts = {
                 slot: _option("proposer", part.pop("proposer"), part) for slot, part in chosen.items()
             }
-    try:
-        for part in ("proposer", "policy"):
-            for key in sorted(OmegaConf.missing_keys(other[part])):
-                raise ValueError(f"{part}.{key} has no default: name it with the drafter")
-        return under_policy(other, "policy", build(other, "proposer", target=target), target=target)
-    except (Refused, WrongOption) as error:
-        raise ValueError(str(error).removeprefix("spec_lab: ")) from error
+    for part in ("proposer", "policy"):
+        for key in sorted(OmegaConf.missing_keys(other[part])):
+            raise ValueError(f"{part}.{key} has no default: name it with the drafter")
+    return other
 
 
 def _option(group: str, name: str, options: Mapping[str, Any]) -> DictConfig:

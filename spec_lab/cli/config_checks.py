@@ -18,7 +18,7 @@ from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import WrongOption
 from spec_lab.models import ranks
 
-STREAM = "spec_lab.tasks.stream.stream"
+STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
 DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""
 
@@ -127,6 +127,22 @@ def check_texts(config: DictConfig) -> None:
             check_source(given["answers_from"], given.get("generate"), given.get("answers", 1))
     except WrongOption as error:
         raise Refused(f"spec_lab: {qualified(str(error), 'task', given)}") from error
+
+
+def check_recommend(config: DictConfig) -> None:
+    """Refuse parts that a recommendation chooses, before they are built: drafters may calibrate, and policies measure.
+
+    Raises:
+        Refused: names the part, and what to set instead.
+    """
+    if (config.get("task") or {}).get("_target_") != RECOMMEND:
+        return
+    for part, without in (("proposer", "spec_lab.propose.Null.load"), ("policy", "spec_lab.policy.none")):
+        if (target := config[part].get("_target_")) != without:
+            raise Refused(
+                f"spec_lab: task=recommend chooses the {part} itself: set {part}=none, not {target}; drafters to try "
+                "are named in task.drafters"
+            )
 
 
 def check_gguf(config: DictConfig) -> None:

@@ -15,13 +15,21 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import apply_constraint, build, build_each, build_mode, rebuilt, task, under_policy
-from spec_lab.cli.config_checks import check_drawing, check_gguf, check_options, check_texts, check_torchrun
+from spec_lab.cli.build import apply_constraint, build, build_each, build_mode, mode_config, rebuilt, task, under_policy
+from spec_lab.cli.config_checks import (
+    RECOMMEND,
+    check_drawing,
+    check_gguf,
+    check_options,
+    check_recommend,
+    check_texts,
+    check_torchrun,
+)
 from spec_lab.cli.declarations import qualified
 from spec_lab.cli.redaction import overrides_of, written
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.cli.status import Status
-from spec_lab.core.options import WrongOption
+from spec_lab.core.options import WrongOption, brief
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.results import run_names
 
@@ -88,6 +96,25 @@ def plain_text(config: DictConfig, prompts: Sequence[Any], target: Target) -> st
     )
 
 
+def check_tried(config: DictConfig) -> None:
+    """Check the drafters that a recommendation is to try as those of a run are, before the target is loaded.
+
+    Raises:
+        ValueError: one is malformed, names no proposer, or has no files for this target.
+    """
+    if config.task.get("_target_") != RECOMMEND:
+        return
+    from spec_lab.cli.drafter_paths import check_drafters
+    from spec_lab.tasks.recommend.modes import families_of
+
+    drafters: Any = OmegaConf.to_container(config.task.drafters, resolve=True)
+    try:
+        for family in families_of(drafters):
+            check_drafters(mode_config(config, family.mode))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"task.drafters={brief(drafters)}: {error}") from error
+
+
 def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str) -> Target:
     """Return the target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
@@ -115,6 +142,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     LOG.info("Reading the files of drafters")
     try:
         check_drafters(config)
+        check_tried(config)
     except (OSError, ValueError) as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
     LOG.info("Loading target %s", shown["target"].get("path") or shown["target"]["_target_"])
@@ -145,6 +173,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     check_options(config)
     check_gguf(config)
     check_texts(config)
+    check_recommend(config)
     check_torchrun(config)
     import torch
 

@@ -10,6 +10,7 @@ import spec_lab.cli.main  # noqa: F401  registers the resolvers of configs
 from spec_lab.cli.build import build, rebuilt
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.drafter_paths import check_drafters
+from spec_lab.cli.start import check_tried
 from spec_lab.core.options import WrongOption
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.hub import cached_folder
@@ -77,6 +78,23 @@ def test_a_drafter_of_another_target_than_a_gguf_file_is_refused(tmp_path, kind)
     wrong = pytest.raises(ValueError, match=r"hidden_size 8, but the hidden size .*model\.gguf is ")
     with initialize_config_dir(conf(), version_base="1.3"), wrong:
         check_drafters(compose("config", [*options, "output_dir=out"]))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "why"),
+    [
+        ("eagel:some/head", "eagel is not an option of conf/proposer"),
+        ("eagle:no/such", r"proposer\.path=no/such: there is no folder"),
+        ("eagle:some/head", r"hidden_size 48, but the hidden size .* is 32"),
+        ("kangaroo", r"proposer\.path has no default"),
+    ],
+)
+def test_drafters_that_a_recommendation_cannot_try_are_refused_at_the_start(hub, tiny, tmp_path, drafter, why):
+    hub.add("some/head", written(tmp_path / "head", *eagle3(48, 61)))
+    given = [f"target.path={tiny / 'target'}", "output_dir=out", "proposer=none", f"task.drafters=[ngram,{drafter}]"]
+    wrong = pytest.raises(ValueError, match=rf"^task\.drafters=.*: .*{why}")
+    with initialize_config_dir(conf(), version_base="1.3"), wrong:
+        check_tried(compose("config", ["task=recommend", *given]))
 
 
 def test_another_reading_of_a_drafter_is_built_without_the_hub(hub, tmp_path):
