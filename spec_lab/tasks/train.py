@@ -116,7 +116,7 @@ def train(
         raise WrongOption(
             f"answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
         )
-    source = answers_of(lab, settings, answers, answers_from, generate, held_out)
+    source = answers_of(lab, settings, config, answers, answers_from, generate, held_out)
     count = source.count(source.learned)
     _check_count(count, rows, passes)
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers

@@ -18,7 +18,7 @@ from spec_lab.propose.calibrate import visits
 from spec_lab.train.estimate import TrainingNeed
 from spec_lab.train.recipe import Recipe
 
-ROUNDS = 3
+VISITS = 3
 """Visits of each draft length; the fastest step counts."""
 
 
@@ -121,10 +121,10 @@ def paying_lengths(recipe: Recipe, module: Any, target: Target, sampling: Sampli
 
 
 def step_seconds(target: Target, proposers: dict[int, Any], batch: int, sampling: Sampling) -> dict[int, float]:
-    """Return the seconds of a step with each proposer, the fastest of ``ROUNDS`` interleaved visits."""
+    """Return the seconds of a step with each proposer, the fastest of ``VISITS`` interleaved visits."""
     best = dict.fromkeys(proposers, float("inf"))
     with visits(target, proposers, batch, sampling) as visit:
-        for _ in range(ROUNDS):
+        for _ in range(VISITS):
             for size in proposers:
                 best[size] = min(best[size], *visit(size))
     return best

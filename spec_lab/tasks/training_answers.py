@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -111,7 +111,13 @@ class Answers:
 
 
 def answers_of(
-    lab: Lab, settings: Settings, answers: int, answers_from: str | None, generate: str | None, held_out: float
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    answers: int,
+    answers_from: str | None,
+    generate: str | None,
+    held_out: float,
 ) -> Answers:
     """Return the answers that a drafter learns from and is measured on. Arguments and errors as in ``train.train``."""
     check_source(answers_from, generate, answers)
@@ -126,13 +132,13 @@ def answers_of(
                 "task.answers_from=%s holds answers of %s: the drafter learns from them, and the estimate on held-out "
                 "ones is of them; what is measured by decoding is not", answers_from, other,
             )  # fmt: skip
-        known = known_answers(lab, settings, answers_from)
+        known = known_answers(lab, settings, config, answers_from)
         number = len(known)
     first = number - max(1, round(held_out * number))
     while known is not None and first > 0 and known[first - 1].name == known[first].name:
         first -= 1  # the texts of one conversation stay together
-    learned = [(place, repeat) for repeat in range(answers) for place in range(first)]
-    rest = [(place, 0) for place in range(first, number)]
+    learned = [(text, repeat) for repeat in range(answers) for text in range(first)]
+    rest = [(text, 0) for text in range(first, number)]
     return Answers(lab, settings, _writer(lab, generate), known, learned, rest)
 
 
@@ -162,15 +168,23 @@ def texts_hash(texts: Sequence[AnsweredText]) -> str:
     return sha256(json.dumps([asdict(text) for text in texts]).encode()).hexdigest()
 
 
-def known_answers(lab: Lab, settings: Settings, path: str) -> list[AnsweredText]:
+def known_answers(lab: Lab, settings: Settings, config: Mapping[str, Any], path: str) -> list[AnsweredText]:
     """Return answers that exist already, cut to the run's number of tokens and to the target's context.
+
+    Args:
+        lab: the target; its prompts' template writes messages, by default the checkpoint's.
+        settings: the scalars.
+        config: of the run, whose ``prompts.template`` may be none.
+        path: as in ``read_answers``.
 
     Raises:
         ValueError: as in ``read_answers``; a token that the target does not have; no prompt leaves room for an answer.
     """
-    target, template = lab.target, next((prompt.template for prompt in lab.prompts if prompt.template), ChatTemplate())
-    if not is_run(path) and not template.of(target.tokenizer):
-        log.warning("The tokenizer of %s has no chat template: the messages of %s are plain text", target.name, path)
+    target, plain = lab.target, (config.get("prompts") or {}).get("template") == "none"
+    template = None if plain else next((prompt.template for prompt in lab.prompts if prompt.template), ChatTemplate())
+    if not is_run(path) and (template is None or not template.of(target.tokenizer)):
+        why = "prompts.template is none" if plain else f"the tokenizer of {target.name} has no chat template"
+        log.warning("The messages of %s are plain text: %s", path, why)
     weights = {digest for digest in (target.sha256, target.source_sha256) if digest}
     read = read_answers(path, target.tokenizer, target.ends, template, weights)
     if wrong := next((text for text in read if max(text.tokens) >= target.vocabulary), None):

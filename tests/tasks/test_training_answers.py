@@ -8,8 +8,11 @@ import torch
 
 from spec_lab.models.target import Target
 from spec_lab.tasks import training_answers
+from spec_lab.text.answers import AnsweredText
+from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.train.texts import Texts
 from tests import checkpoints
+from tests.labs import lab, settings
 
 MEDUSA = ["+experiment=train_medusa", "task.recipe.heads=2", "task.warmup_steps=1"]
 
@@ -37,6 +40,18 @@ def test_answers_in_a_file_are_learned_from(quick_cli, tmp_path):
     learned = [int(count) for text in texts for count in text.counts(0).sum(1)]
     assert learned == [14, 16, 14, 16, 14, 16] and summary["texts"] == 6
     assert summary["measured_length"] >= 0 and (tmp_path / "swept" / "drafter").is_dir()
+
+
+@pytest.mark.parametrize("prompts", [{"template": "none"}, {"template": "checkpoint"}, {}])
+def test_messages_are_plain_text_where_the_prompts_template_is_none(tmp_path, caplog, monkeypatch, prompts):
+    def read(path, tokenizer, ends, template, weights):
+        templates.append(template)
+        return [AnsweredText("a", (1, 2), ((1, 2),))]
+
+    templates, plain = list[ChatTemplate | None](), prompts.get("template") == "none"
+    monkeypatch.setattr(training_answers, "read_answers", read)
+    training_answers.known_answers(lab(), settings(tmp_path), {"prompts": prompts}, "chat.jsonl")
+    assert templates == [None if plain else ChatTemplate()] and ("prompts.template is none" in caplog.text) == plain
 
 
 def test_answers_of_an_earlier_run_are_learned_from(quick_cli, tmp_path):

@@ -74,7 +74,7 @@ def check(
             f"answers_from={answers_from} holds answers of {other}: figures are of answers that are sampled as the run "
             "samples; set it to the same, or name another run"
         )
-    known = None if answers_from is None else known_answers(lab, settings, answers_from)
+    known = None if answers_from is None else known_answers(lab, settings, config, answers_from)
     if len(lab.prompts if known is None else {text.name for text in known}) < 2:
         raise ValueError("task=check_drafter requires two prompts or conversations: its intervals are over them")
     depth, prompts = draft_depth(proposer), lab.prompts if known is None else ()

@@ -40,7 +40,7 @@ MAX_RECORDED = 12
 PROMISING = 0.8
 """Predicted speed-up below which a mode is not measured, unless it is the best."""
 
-ROUNDS = 1 + LOOKS[-1] // MIN_CLUSTERS
+REPEATS = 1 + LOOKS[-1] // MIN_CLUSTERS
 """Times that a prompt is decoded at most: once to be recorded, and as often as the fewest groups make the last look."""
 
 MAX_CONFIRMED = 5
@@ -50,7 +50,7 @@ FEWEST_TOKENS = 16
 """Tokens to which outputs are shortened at most, on a slow target."""
 
 SLOWER = 1.5
-"""Factor of what is not known yet: a group over its steps without a draft, a mode over the baseline."""
+"""Until it is measured, a group is taken to last so many times as long as its steps, and a mode as the baseline."""
 
 POLICY_SECONDS = 180.0
 """Seconds that must be left for a policy to be measured, which times the drafts of its proposer when it is loaded."""
@@ -199,14 +199,14 @@ class Stages:
         return arm
 
     @cached_property
-    def _rounds(self) -> Lab:
+    def _repeated(self) -> Lab:
         """The lab with each prompt once for every time that it is decoded, which is a request of its own then."""
-        return replace(self.lab, prompts=[*self.lab.prompts] * ROUNDS)
+        return replace(self.lab, prompts=[*self.lab.prompts] * REPEATS)
 
     def _turns(self, group: Sequence[int], time: int) -> list[Turn]:
         """Return the first turns of a group when it is decoded for the given time: 0 to be recorded."""
         first = time * len(self.lab.prompts)
-        return [self._rounds.turn(self._shortened(self.settings), first + number) for number in group]
+        return [self._repeated.turn(self._shortened(self.settings), first + number) for number in group]
 
     def _shortened(self, settings: Settings) -> Settings:
         return replace(settings, max_new_tokens=self.tokens)
@@ -216,7 +216,7 @@ class Stages:
         before = self.limit.spent
         names = {name: name for name in arms}
         with Progress(disable=True) as quiet:
-            rows = decode_group(self._rounds, self._shortened(settings), arms, names, number, group, quiet)
+            rows = decode_group(self._repeated, self._shortened(settings), arms, names, number, group, quiet)
         self.recorder.write(number, rows.forwards, rows.steps, rows.requests, rows.replay)
         self.finished.add(number)
         took = (self.limit.spent - before) / len(arms)
