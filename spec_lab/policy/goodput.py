@@ -25,9 +25,13 @@ Scope = Literal["request", "run"]
 SHARE = 0.01
 """Share of the time that drafts deeper than the best depth may take, once the wait between them has grown."""
 
-FIRST_WAIT, CHANGED_WAIT, LONGEST_WAIT = 1 / 8, 1 / 2, 4.0
-"""Waits before such a draft, in units of the wait that ``SHARE`` allows: the first of a run, the longest one after a
-request begins or the best depth changes, and the longest one. Each wait is twice the one before."""
+FIRST_WAIT, REQUEST_WAIT, LONGEST_WAIT = 1 / 8, 1 / 2, 4.0
+"""Waits before such a draft, in units of the wait that ``SHARE`` allows: the first one of a run and after the best
+depth has changed, the longest one after a request begins, and the longest one. Each wait is twice the one before."""
+
+FURTHER = 1.25
+"""Such a draft is as deep as its seconds beyond the best depth are at most this multiple of those of one level: where
+the first row costs most, one level alone never pays."""
 
 GRAIN = 128
 """Tokens of context after which a decision is weighed again, since steps take longer."""
@@ -43,8 +47,8 @@ class Trial:
         situation: sequences and context (in units of ``GRAIN``) of that decision.
         waited: steps since the last trial.
         wait: steps to the next, in units of the wait that ``SHARE`` allows.
-        at_once: whether the next one does not wait, since the last one was accepted whole.
-        levels: below the best depth that are tried: doubled after each trial that was accepted whole.
+        at_once: whether the next one does not wait, since the last one paid.
+        levels: below the best depth that are tried: doubled after each trial that paid.
     """
 
     depth: int | None = None
@@ -55,17 +59,17 @@ class Trial:
     at_once: bool = False
     levels: int = 1
 
-    def ended(self, whole: bool) -> None:
-        """Wait for twice as long; or try twice as many levels at once, if all of them were accepted."""
-        self.waited, self.at_once = 0, whole
-        if whole:
+    def ended(self, paid: bool) -> None:
+        """Wait for twice as long; or try twice as many levels at once, if the trial paid."""
+        self.waited, self.at_once = 0, paid
+        if paid:
             self.levels *= 2
         else:
             self.wait, self.levels = min(2 * self.wait, LONGEST_WAIT), 1
 
-    def changed(self) -> None:
-        """Decide again, since the text changes: wait no longer than ``CHANGED_WAIT``."""
-        self.current, self.wait = False, min(self.wait, CHANGED_WAIT)
+    def shorten(self, wait: float) -> None:
+        """Decide again, and wait no longer than this."""
+        self.current, self.wait = False, min(self.wait, wait)
 
 
 @dataclass
@@ -138,9 +142,10 @@ class Goodput(Policy):
     for each depth and context. What was seen long ago counts less, of the levels that are tried.
 
     Levels below the best depth (all, where drafting nothing is best) are tried again after a wait that doubles each
-    time (``Trial``), one level deeper, in one sequence. A trial that is accepted whole is followed at once by one twice
-    as deep, and what was known of deeper levels counts half. A look-up that finds nothing is no trial: the next step
-    tries again. All this follows from texts and outcomes, so that drafts stay exact.
+    time (``Trial``), one level deeper (``FURTHER``), in one sequence. A trial pays if it emits more tokens per second
+    than the best depth can. Then one twice as deep follows at once, and what was known of deeper levels counts half. A
+    look-up that finds nothing is no trial: the next step tries again. All this follows from texts and outcomes, so that
+    drafts stay exact.
 
     Args:
         costs: measured.
@@ -230,7 +235,7 @@ class Goodput(Policy):
 
     def init(self, request: Request) -> Levels:
         """See ``Policy``."""
-        self.shared.trial.changed()
+        self.shared.trial.shorten(REQUEST_WAIT)
         return Levels.none(self.depth)
 
     def decide(self, batch: Batch, states: Sequence[Levels]) -> list[Limit]:
@@ -251,13 +256,16 @@ class Goodput(Policy):
         if trial.depth is None or not trial.current or trial.situation != situation:
             depth = self.best(states, context)
             if trial.depth not in (None, depth):
-                trial.changed()
+                trial.shorten(FIRST_WAIT)
             trial.depth, trial.current, trial.situation = depth, True, situation
         depth = trial.depth
         deeper = min(self.depth, depth + trial.levels)
         if deeper == depth:
             return depth, 0
         seconds = self._seconds(*situation)
+        limit = seconds[depth] + FURTHER * (seconds[deeper] - seconds[depth])
+        while deeper < self.depth and seconds[deeper + 1] <= limit:
+            deeper += 1
         wait = trial.wait * max(0.0, seconds[deeper] / seconds[depth] - 1) / SHARE
         return depth, deeper if trial.at_once or trial.waited >= wait else 0
 
@@ -314,9 +322,11 @@ class Goodput(Policy):
             depth = self.depth if trial.depth is None else trial.depth
             # A rule may end a deeper draft before it is deeper; that is a trial all the same.
             if self._tried(outcome) > depth and (outcome.drafted > depth or self.stop is not None):
-                whole = outcome.accepted > depth and outcome.accepted == outcome.drafted
-                trial.ended(whole)
-                if whole:
+                seconds = self._seconds(*trial.situation)
+                paid = (outcome.accepted + 1) * seconds[depth] > (depth + 1) * seconds[max(depth, outcome.drafted)]
+                paid = paid and outcome.accepted > depth
+                trial.ended(paid)
+                if paid:
                     for levels in {id(known): known, id(outcome.state): outcome.state}.values():
                         levels.age(0.5, range(depth, self.depth))
             known.add(outcome)

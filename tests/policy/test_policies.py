@@ -169,6 +169,14 @@ def test_a_depth_that_was_given_up_is_tried_one_level_deep_after_waits_that_doub
     assert spent < 1.01 * len(depths) * COSTLY.of(0)
 
 
+def test_a_trial_is_deeper_where_the_first_row_costs_most():
+    """One level alone would not pay unless it was always accepted."""
+    costs = DraftCosts({200: {1: {0: 1.0, 1: 1.8, 4: 2.1, 8: 4.0}}})
+    policy = Goodput(costs, 8, Levels.none(8), prior=0.1)
+    state = policy.init(None)
+    assert {play(policy, [state], [0], step)[0].depth for step in range(100)} == {0, 3}
+
+
 def test_a_trial_drafts_for_one_sequence_of_a_batch():
     policy = Goodput(COSTLY, 4, Levels.none(4))
     states = [policy.init(None) for _ in range(4)]
@@ -187,7 +195,7 @@ def test_a_look_up_that_finds_nothing_is_no_trial():
 
 
 @pytest.mark.parametrize("scope", ["run", "request"])
-def test_trials_that_are_accepted_lead_to_the_best_depth_in_a_few_steps(scope):
+def test_trials_that_pay_lead_to_the_best_depth_in_a_few_steps(scope):
     """The text changes: nothing of a draft was accepted, then all of it."""
     policy = Goodput(COSTLY, 4, Levels.none(4), scope=scope)
     state = policy.init(None)
