@@ -103,7 +103,10 @@ def answer(
                 _keep(answers, file)
         else:
             held, _ = read_tensors(file)
-            answers = [part.tolist() for part in held["tokens"].split(held["lengths"].tolist())]
+            try:
+                answers = [part.tolist() for part in held["tokens"].split(held["lengths"].tolist())]
+            except (KeyError, RuntimeError) as error:  # RuntimeError: lengths that do not add up
+                raise OSError(f"{file} is damaged ({error}): remove it, so that it is answered again") from error
         for request, tokens in zip(group, answers, strict=True):
             begin, whole = len(request.tokens), (*request.tokens, *tokens)
             texts.append(AnsweredText(request.name, whole, ((begin, len(whole)),)))

@@ -16,6 +16,7 @@ from spec_lab.cli.commands import drafter_check
 from spec_lab.core.faults import PartError, attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.reading import Convention, Reading
+from spec_lab.core.tensors import read_tensors, save_tensors
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.draft_layers import random_network, small_layer
 from spec_lab.drafters.draft_model.propose import DraftModel
@@ -32,6 +33,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.tasks.check_drafter import check
 from spec_lab.tasks.check_drafter.acceptance import by_range, calibration, expected_steps, tau
 from spec_lab.tasks.check_drafter.along_text import Answer, Predicted, predicted
+from spec_lab.tasks.check_drafter.kept_texts import KeptTexts
 from spec_lab.tasks.check_drafter.readings import alike, prompt_variants, try_readings
 from spec_lab.tasks.check_drafter.task import explained, given
 from spec_lab.text.answers import AnsweredText
@@ -391,6 +393,16 @@ def test_a_check_that_was_ended_measures_only_the_readings_that_are_not_there(tm
     assert [reading["taps"] for reading in measured] == ["a", "b", "c", "a"]
     _, _, whole = checked(tmp_path / "whole", proposer=Read(), rebuild=lambda changed: Read(**changed))
     assert summary == whole and len(summary["readings"]) == 4
+
+
+def test_a_kept_reading_of_other_tensors_is_named(tmp_path):
+    kept = KeptTexts(tmp_path)
+    kept.of(Reading(), None, lambda: [text_of(np.full((4, 1), 0.5))])
+    (file,) = tmp_path.iterdir()
+    for tensors in ({"a": torch.zeros(2)}, read_tensors(file)[0] | {"lengths": torch.tensor([9])}):
+        save_tensors(tensors, file)
+        with pytest.raises(OSError, match=f"{file.name} is damaged"):
+            kept.of(Reading(), None, list)
 
 
 def chat_file(tmp_path):

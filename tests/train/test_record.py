@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spec_lab.core.tensors import read_tensors, save_tensors
 from spec_lab.models.target import Target
 from spec_lab.text.answers import AnsweredText
 from spec_lab.train import record as recording
@@ -26,6 +27,15 @@ def test_answers_are_asked_for_once(target, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "fixed_group", None)  # nothing can be decoded now
     assert answer(target, wanted, 2, 0, kept=tmp_path / "answers", tick=ticks.append) == first
     assert ticks == [2, 1] and [text.answers[0][0] for text in first] == [3, 2, 2]
+
+
+def test_kept_answers_that_are_damaged_are_named(target, tmp_path):
+    wanted = requests(WARM, new=4, prompts=PROMPTS[:2])
+    answer(target, wanted, 2, 0, kept=tmp_path)
+    (file,) = tmp_path.iterdir()
+    save_tensors(read_tensors(file)[0] | {"lengths": torch.tensor([99])}, file)
+    with pytest.raises(OSError, match=f"{file.name} is damaged"):
+        answer(target, wanted, 2, 0, kept=tmp_path)
 
 
 @pytest.mark.parametrize("change", ["seed", "sampling", "prompts", "length"])

@@ -48,7 +48,10 @@ class KeptTexts:
         key = json.dumps([reading.values, "" if prompts is None else digest(prompts)], sort_keys=True)
         file = self.folder / f"{sha256(key.encode()).hexdigest()[:32]}.safetensors"
         if file.exists():
-            return _read(file)
+            try:
+                return _read(file)
+            except (KeyError, RuntimeError) as error:  # RuntimeError: lengths that do not add up
+                raise OSError(f"{file} is damaged ({error}): remove it, so that it is measured again") from error
         texts = measure()
         self.folder.mkdir(parents=True, exist_ok=True)
         _write(texts, file)
