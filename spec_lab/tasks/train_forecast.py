@@ -102,7 +102,8 @@ def paying_lengths(recipe: Recipe, module: Any, target: Target, sampling: Sampli
     """Return the tau at which a step with a draft costs as much per token as one without, by the drafted tokens.
 
     It is t(K) / t(0), where t(K) is the time of a step that drafts a chain of K tokens: drafting, the target's forward
-    of K + 1 rows, and the commit. The weights do not matter, so an untrained drafter is timed.
+    of K + 1 rows, and the commit; at least 1, since less is noise of the times. The weights do not matter, so an
+    untrained drafter is timed.
 
     Args:
         recipe: of the drafter.
@@ -117,7 +118,7 @@ def paying_lengths(recipe: Recipe, module: Any, target: Target, sampling: Sampli
         module.train(training)
         proposers = {depth: recipe.load(target, Path(folder), depth) for depth in depths}
         seconds = step_seconds(target, {0: Null(), **proposers}, 1, sampling)
-    return {depth: seconds[depth] / seconds[0] for depth in depths}
+    return {depth: max(1.0, seconds[depth] / seconds[0]) for depth in depths}
 
 
 def step_seconds(target: Target, proposers: dict[int, Any], batch: int, sampling: Sampling) -> dict[int, float]:

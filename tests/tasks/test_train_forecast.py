@@ -46,4 +46,4 @@ def test_the_tau_that_pays_is_the_cost_of_a_step_over_that_without_a_draft(slow,
         patch.setattr(said, "step_seconds", seconds)
         assert words in said.paying_sentence(recipe, module, target, Sampling())
     assert sizes == [0, 1, 2] and module.training
-    assert all(tau > 0 for tau in said.paying_lengths(recipe, module, target, Sampling()).values())
+    assert all(tau >= 1 for tau in said.paying_lengths(recipe, module, target, Sampling()).values())
