@@ -36,6 +36,7 @@ MOVED = (
     (r"train\.task\.", "tasks.train."),
     (r"(certify|cost)\.", r"tasks.\1."),
     (r"policy\.depths\.Fixed\.", "policy.depths.FixedDepth."),
+    (r"policy\.goodput\.GainOverCost\.", "policy.gain.GainOverCost."),
     (r"policy\.recorded\.Recorded\.", "policy.recorded.RecordedPolicy."),
     (r"(tasks\.)?peers_llama\.", "tasks.peers_llama."),
     (r"(run|tasks\.run)\.run$", "tasks.benchmark.run"),

@@ -50,6 +50,9 @@ LEVEL = 0.98
 CONTEXT = 200
 """Tokens of context at which steps are timed, where the target has room for so many."""
 
+MAX_ROWS = 2048
+"""Rows of one forward that computes the context before steps are timed, so that long contexts fit in memory."""
+
 PROCEDURE = 4
 """Version of how steps are timed: costs of another version are measured again. Raise it with every change."""
 
@@ -296,7 +299,9 @@ def visits(
         first = next(iter(proposers))
         for sequence in sequences:
             sequence.state = proposers[first].init(sequence.request)
-        step([], parts[first], [(sequence, context) for sequence in sequences])
+        chunk = max(1, MAX_ROWS // batch_size)
+        for start in range(0, context, chunk):
+            step([], parts[first], [(sequence, min(chunk, context - start)) for sequence in sequences])
         if period is None:
             for sequence in sequences:
                 proposers[first].close(sequence.state)

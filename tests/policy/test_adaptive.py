@@ -12,7 +12,8 @@ from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts, Timing, draft_costs
 from spec_lab.policy.depths import FixedDepth, Heuristic
-from spec_lab.policy.goodput import Goodput, Levels
+from spec_lab.policy.goodput import Goodput
+from spec_lab.policy.levels import Levels
 from spec_lab.policy.recorded import RecordedPolicy
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget

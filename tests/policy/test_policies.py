@@ -13,7 +13,9 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.policy.bandit import Bandit, Rewards, largest
 from spec_lab.policy.costs import DraftCosts, drafter_of
 from spec_lab.policy.depths import FixedDepth, Heuristic
-from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
+from spec_lab.policy.gain import GainOverCost, Rate
+from spec_lab.policy.goodput import Goodput
+from spec_lab.policy.levels import Levels
 from spec_lab.policy.policy import DraftOutcome
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_of import BestOf

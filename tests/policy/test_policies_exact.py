@@ -17,7 +17,9 @@ from spec_lab.policy.adaptive import Adaptive, adapt
 from spec_lab.policy.bandit import Bandit, Rewards
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth, Heuristic
-from spec_lab.policy.goodput import GainOverCost, Goodput, Levels, Rate
+from spec_lab.policy.gain import GainOverCost, Rate
+from spec_lab.policy.goodput import Goodput
+from spec_lab.policy.levels import Levels
 from spec_lab.policy.recorded import RecordedPolicy
 from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
