@@ -59,6 +59,7 @@ class Goodput(Policy):
         scope: "request": each sequence is decided for alone, from its own past.
         stop: a rule that ends drafts before that depth, at the ``threshold``; None for none. Estimates take it into
             account: they count how often each level is drafted.
+        share: of the time that trials may take.
     """
 
     costs: DraftCosts
@@ -71,6 +72,7 @@ class Goodput(Policy):
     name: str = "goodput"
     stop: StopRule | None = None
     threshold: float = 0.0
+    share: float = SHARE
     _table: dict[tuple[int, int], list[float]] = field(init=False, repr=False, default_factory=dict)
 
     @staticmethod
@@ -129,10 +131,12 @@ class Goodput(Policy):
         self.shared.clear()
 
     def toy(self) -> Goodput:
-        """See ``Policy``. One rejection outweighs the prior, so that the depth changes within a toy's few steps."""
+        """See ``Policy``. One rejection outweighs the prior, and the first trial comes one step after a depth was given
+        up, so that the depth changes within a toy's few steps.
+        """
         return replace(
             self, scope="request", costs=toys.COSTS, depth=toys.DEPTH, shared=Levels.none(toys.DEPTH), prior=0.7,
-            weight=0.5, threshold=0.0 if self.stop is None else toys.threshold(self.stop),
+            weight=0.5, share=0.0375, threshold=0.0 if self.stop is None else toys.threshold(self.stop),
         )  # fmt: skip
 
     def init(self, request: Request) -> Levels:
@@ -168,7 +172,7 @@ class Goodput(Policy):
         limit = seconds[depth] + FURTHER * (seconds[deeper] - seconds[depth])
         while deeper < self.depth and seconds[deeper + 1] <= limit:
             deeper += 1
-        wait = trial.wait * max(0.0, seconds[deeper] / seconds[depth] - 1) / SHARE
+        wait = trial.wait * max(0.0, seconds[deeper] / seconds[depth] - 1) / self.share
         return depth, deeper if trial.at_once or trial.waited >= wait else 0
 
     def _seconds(self, live: int, grains: int) -> list[float]:
