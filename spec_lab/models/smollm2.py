@@ -6,6 +6,7 @@ not imported, so it may be installed without its dependencies.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +60,7 @@ def load(
         raise WrongOption(f"{wrong}={given[wrong]} is an option of engine={ONLY[wrong]}, not of engine={engine}")
     loads = gguf.load if engine == "llama.cpp" else Target.load
     loaded: Target = loads(path, context=context, cache=cache, **given)
-    return loaded
+    return replace(loaded, name=Path(path).stem)
 
 
 def smollm2_file() -> str:
