@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments.plots import NAMES, forest, kept, markdown, no_gain, ordered, percent, row_where, shown, study, swept
 
 ENGINES = ("llama.cpp", "transformers")
-ARMS = ("ngram", "ngram_3", "ngram_sure", "suffix", "recycling", "lookahead")
+ARMS = ("ngram", "ngram_3", "ngram_sure", "suffix", "recycling")
 SHOWN = NAMES | {"ngram": "n-gram, 10", "ngram_3": "n-gram, 3", "ngram_sure": "n-gram, 4, after 3 or 4 equal tokens"}
 """Names of the arms with their most drafted tokens."""
 
