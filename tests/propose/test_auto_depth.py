@@ -75,6 +75,7 @@ def test_all_look_ups_share_the_costs_of_chains(target, costs):
     assert len(timed) == 12, "read from the cache"
 
 
+@pytest.mark.nightly
 def test_steps_of_chains_are_timed(target, monkeypatch, tmp_path):
     monkeypatch.setenv("SPEC_LAB_CACHE", str(tmp_path))
     monkeypatch.setattr("spec_lab.propose.step_costs.PASSES", 1)

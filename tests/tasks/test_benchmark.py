@@ -95,6 +95,7 @@ def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_
     pd.testing.assert_frame_equal(recorded.steps[[*plain.steps.columns]], plain.steps)
 
 
+@pytest.mark.nightly
 def test_a_confidence_head_is_recorded_and_its_calibration_is_in_summary_and_page(tmp_path):
     made = lab()
     path = written(tmp_path / "head", *dspark(32, 61, ids=(0, 1), mask=61))

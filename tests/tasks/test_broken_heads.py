@@ -249,6 +249,7 @@ MISREAD = {
 
 
 @pytest.mark.parametrize("name", MISREAD)
+@pytest.mark.one_in(3)
 def test_the_reading_that_drafted_a_text_is_named(tmp_path, name):
     drafter, files, fix = MISREAD[name]
     target, path = tiny_target(), written(tmp_path / "head", *files)

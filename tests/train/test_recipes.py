@@ -326,6 +326,7 @@ def test_held_out_answers_are_measured_as_the_target_s_own_continuations_are(nam
     assert (tmp_path / "drafter" / "calibration.json").exists()
 
 
+@pytest.mark.nightly
 def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypatch):
     """Also: equal trainings write equal files, and the second one reads the answers of the first."""
     run = [

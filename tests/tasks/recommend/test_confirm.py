@@ -59,6 +59,7 @@ def test_modes_that_are_slower_end_at_the_first_look():
     assert machine.decoded["baseline"] == LOOKS[0]
 
 
+@pytest.mark.nightly
 def test_modes_as_fast_as_the_baseline_are_rarely_called_faster():
     called = sum(bool(Machine({"a": 1.0, "b": 1.0, "c": 1.0}, seed=seed).confirm().fastest) for seed in range(40))
     assert called <= 4, "5 % over all modes and looks: of 40, more than 4 with a probability below 5 %"

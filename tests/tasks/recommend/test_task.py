@@ -163,6 +163,7 @@ def stages(folder, used, seconds, per_call):
 
 
 @pytest.mark.parametrize("seconds", [20.0, 60.0, 400.0])
+@pytest.mark.one_in(3)
 def test_no_group_begins_that_is_not_expected_to_end_in_time(tmp_path, seconds):
     made = stages(tmp_path, planted(), seconds, per_call=1.0)
     made.record()
@@ -176,6 +177,7 @@ def test_no_group_begins_that_is_not_expected_to_end_in_time(tmp_path, seconds):
     assert [mode.mode.options["depth"] for mode in few] == [4] * len(few)
 
 
+@pytest.mark.nightly
 def test_costs_are_measured_within_their_seconds_and_cached(tmp_path):
     target, cache = tiny_target(), CostCache(tmp_path)
     first = fixed_costs(target, [1, 2], 4.0, Sampling(0.0), cache)
@@ -212,6 +214,7 @@ def test_shuffled_drafts_are_not_recommended_and_the_page_says_why(tmp_path):
     assert "Run no speculation" in " ".join(shown.split())
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_resumes_with_its_groups_costs_and_choice(tmp_path):
     used, calls = planted(), []
 
