@@ -110,12 +110,12 @@ def compared(run: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """
     requests = metrics.load(run).requests
     speeds = {arm: metrics.tokens_per_second(requests, arm) for arm in requests["arm"].unique()}
-    found = "baseline" if summary["recommended"]["mode"] == NONE else FOUND
+    recommended_arm = "baseline" if summary["recommended"]["mode"] == NONE else FOUND
     fastest = max(speeds, key=lambda arm: speeds[arm])
     modes = {arm: mode.name for arm, mode in grid().items()}
     return {
-        "recommended": summary["recommended"]["mode"], "share": speeds[found] / speeds[fastest],
-        "fastest": modes.get(fastest, fastest), "speedup": speeds[found] / speeds["baseline"],
+        "recommended": summary["recommended"]["mode"], "share": speeds[recommended_arm] / speeds[fastest],
+        "fastest": modes.get(fastest, fastest), "speedup": speeds[recommended_arm] / speeds["baseline"],
         "fastest_speedup": speeds[fastest] / speeds["baseline"], "seconds": summary["seconds"],
     }  # fmt: skip
 
@@ -134,19 +134,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen: argparse.Namespace = parser.parse_args(arguments)
     rows = []
     for target, text, temperature in product(chosen.targets, chosen.texts, TEMPERATURES):
-        place = chosen.out / f"{target}_{text}_{temperature}"
+        folder = chosen.out / f"{target}_{text}_{temperature}"
         usual = [f"prompts.limit={chosen.limit}", f"max_new_tokens={chosen.new}", f"threads={chosen.threads}"]
         options = [*TARGETS[target], f"prompts={text}", f"sampling.temperature={temperature}", *usual]
-        summaries = [recommended(place / f"recommend_{n}", options, chosen.minutes)[0] for n in range(chosen.times)]
+        summaries = [recommended(folder / f"recommend_{n}", options, chosen.minutes)[0] for n in range(chosen.times)]
         names = [summary["recommended"]["mode"] for summary in summaries]
         best = [] if names[0] == NONE else summaries[0]["recommended"]["overrides"]
         refused = [line["mode"] for line in summaries[0]["refused"]]
-        took = exhaustive(place / "exhaustive", options, refused, ["name=exhaustive", "record=none"], best)
+        took = exhaustive(folder / "exhaustive", options, refused, ["name=exhaustive", "record=none"], best)
         row = {
             "target": target,
             "text": text,
             "temperature": temperature,
-            **compared(place / "exhaustive", summaries[0]),
+            **compared(folder / "exhaustive", summaries[0]),
         }
         rows.append(row | {"exhaustive_seconds": took, "same_choice": names.count(names[0]), "times": chosen.times})
         pd.DataFrame(rows).to_csv(chosen.out / "results.csv", index=False)

@@ -61,8 +61,8 @@ def forecast(
             f"({batch} prompts together): about {spell(texts.new_tokens / rate)}, less where answers end early or are "
             "kept from an earlier run."
         )
-    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free, needed = shutil.disk_usage(place).free, texts.tokens * number_bytes
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free, needed = shutil.disk_usage(existing).free, texts.tokens * number_bytes
     yield f"Hidden states along them: at most {readable(needed)} in {folder}, where {readable(free)} are free."
     if needed > free:
         yield "That may not fit: set max_new_tokens or task.answers to less, or output_dir to another disk."

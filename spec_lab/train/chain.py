@@ -101,11 +101,11 @@ class ChainObjective:
             after = columns + 1 + position  # the last column's next token is not in the text
             learned = (columns >= 0) & (after < counts.shape[1])
             learned &= counts.gather(1, after.clamp(0, max(0, counts.shape[1] - 1)))
-            row, place = learned.nonzero(as_tuple=True)
-            rows.append(number[row, after[row, place]].to(device))
-            learned_states.append(states[row.to(device), place.to(device)])
+            row, column = learned.nonzero(as_tuple=True)
+            rows.append(number[row, after[row, column]].to(device))
+            learned_states.append(states[row.to(device), column.to(device)])
             logits.append(partial(self.drafts.logits, position))
-            placed.append((row * counts.shape[1] + columns[row, place]).to(device))
+            placed.append((row * counts.shape[1] + columns[row, column]).to(device))
         decay = [self.decay**position for position in range(len(rows))]
         if self.kind != "tau" and self.weights == "decay":  # the weights of rows do not depend on the draft
             loss, compared = mean_losses(

@@ -178,9 +178,11 @@ def test_both_engines_compute_smollm2():
     tokens = target.tokenizer.encode(text)
     assert tokens == by_llama.tokenizer.encode(text) == by_llama.lm.model.tokenize(text, True)
     chat = [{"role": "user", "content": "Hi"}]
-    asked = (one.apply_chat_template(chat, tokenize=False) for one in (target.tokenizer, by_llama.tokenizer))
+    asked = (
+        tokenizer.apply_chat_template(chat, tokenize=False) for tokenizer in (target.tokenizer, by_llama.tokenizer)
+    )
     assert len({*asked}) == 1
-    exact, theirs = (one.plain_logits(tokens[:128], 2).double() for one in (target, by_llama))
+    exact, theirs = (model.plain_logits(tokens[:128], 2).double() for model in (target, by_llama))
 
     def rounded(module, given):
         parts = given[0].unflatten(-1, (-1, 32))

@@ -417,9 +417,9 @@ def test_answers_that_exist_already_are_checked_along_and_conversations_are_the_
     _, _, summary = checked(tmp_path / "run", proposer=draft_model("1x1"), answers_from=chat_file(tmp_path))
     assert summary["texts"] == 5 and summary["tokens"] == 3 * 5 + 2  # max_new_tokens=8 cuts the second answers
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["prompt_tokens_sha256"]
-    one = [text_of(np.full((4, 1), rate)) for rate in (0.5, 0.25, 1.0, 0.0)]
-    pairs = [replace(text, conversation=number // 2) for number, text in enumerate(one)]
-    assert tau(pairs).mean == tau(one).mean and tau(pairs).low != tau(one).low
+    texts = [text_of(np.full((4, 1), rate)) for rate in (0.5, 0.25, 1.0, 0.0)]
+    pairs = [replace(text, conversation=number // 2) for number, text in enumerate(texts)]
+    assert tau(pairs).mean == tau(texts).mean and tau(pairs).low != tau(texts).low
 
 
 @pytest.mark.parametrize(

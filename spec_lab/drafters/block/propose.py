@@ -63,8 +63,8 @@ class BlockDrafter(TapDrafter):
             )
         super().__init__(plan, "block", Requires(hidden=network.hidden), sha256)
         self.network, self.context, self.reserve = network, target.context, network.settings.block_size
-        place = target.lm.device, target.lm.dtype
-        self.lm = BlockLM(network, network.layers, *place, kinds=network.kinds, skip=network.skip)
+        lm = target.lm
+        self.lm = BlockLM(network, network.layers, lm.device, lm.dtype, kinds=network.kinds, skip=network.skip)
 
     @staticmethod
     @checked

@@ -145,8 +145,8 @@ def judge(
         judged.setdefault(mode.name, made)
         if UNLIMITED == subtree.children == subtree.nodes:
             by_depth.append((tokens, seconds))
-    found = list(judged.values())
-    return found + _adaptive(found, by_depth, costs.of(0, batch), batch)
+    modes_judged = list(judged.values())
+    return modes_judged + _adaptive(modes_judged, by_depth, costs.of(0, batch), batch)
 
 
 def effective(subtree: Subtree, trees: RecordedTrees) -> Subtree:

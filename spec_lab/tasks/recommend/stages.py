@@ -295,5 +295,5 @@ class Stages:
 
     def _confirming(self, number: int) -> list[Turn]:
         """Return a group that confirms modes: those that were not recorded come first, and all again after them."""
-        again, place = divmod(number, len(self.groups))
-        return self._turns(self.groups[::-1][place], 1 + again)
+        again, group = divmod(number, len(self.groups))
+        return self._turns(self.groups[::-1][group], 1 + again)

@@ -66,9 +66,9 @@ def test_drafters_of_all_levels_compute_their_layers_once(proposer, layers, rows
     """Three levels of which no token is accepted: one committed token, and two mask rows or a block."""
     target, precision = catalogue.model("--model", "llama-3.1-8b"), catalogue.precision("bf16")
     drafting = by_roofline(proposer, target, None, Counted, precision, 3, layers=layers, rows=rows)
-    one = by_roofline("eagle", target, None, Counted, precision, 3).forward
-    assert drafting.forward.layers == computed and one.layers == 1
-    assert drafting.forward.work.attention[0].kv_bytes == computed * one.work.attention[0].kv_bytes
+    eagle = by_roofline("eagle", target, None, Counted, precision, 3).forward
+    assert drafting.forward.layers == computed and eagle.layers == 1
+    assert drafting.forward.work.attention[0].kv_bytes == computed * eagle.work.attention[0].kv_bytes
     assert computed - 0.9 < drafting.forward.work.row_flops / (2 * target.layer_weights) < computed + 0.9
     rejected = design(np.zeros((2, 3))).draws(0)
     assert drafting.seconds(rejected, 3, 1, 0).tolist() == [pass_rows]
