@@ -41,7 +41,7 @@ done
     --dest "$folder" "${named[@]}" "${further[@]}"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$source_only"
 
-count=$(find "$folder" -name '*.whl' | wc -l)
+count=$(find "$folder" -type f -name '*.whl' | wc -l)
 wanted=$((${#names[@]} + ${#further[@]} + 1))
 size=$(cat "$folder"/*.whl | wc -c)
 echo "$folder: $count wheels, $((size / 1000)) kB"

@@ -98,7 +98,7 @@ class CausalLM(DraftRunner):
             self.cells, layer_kinds(config), self.layers, self.device, self.dtype, chunk, split, counting_layers(model),
             shares,
         )  # fmt: skip
-        capture: Capture = CudaGraphs() if self.device.type == "cuda" else uncaptured
+        capture: Capture = CudaGraphs(self.device) if self.device.type == "cuda" else uncaptured
         self.graphs = Graphs(self._packer, capture)
         self.recurrence = Recurrence(model, self._packer, inference(self.run)) if recurrent else None
         self._asked: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -48,23 +49,34 @@ def uncaptured(forward: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class CudaGraphs:
-    """Captures forwards as CUDA graphs that share their memory: results are read before another graph is replayed."""
+    """Captures forwards as CUDA graphs that share their memory: results are read before another graph is replayed.
 
-    def __init__(self) -> None:
-        self._pool: Any = None
+    It has a stream of its own, on which kernels are chosen and captured, so that the workspace that cuBLAS keeps for
+    each stream is neither that of another model's graphs nor a part of the graphs' memory. That memory is freed with
+    its last graph, and cannot be captured into again: graphs that follow get another.
+
+    Args:
+        device: of the forwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
 
     def __call__(self, forward: Callable[[], Any]) -> Callable[[], Any]:
         """Capture after two calls in which libraries choose their kernels."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = forward()
-        self._pool = graph.pool() if self._pool is None else self._pool
+        with torch.cuda.device(self.device):
+            stream = self._stream = self._stream or torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    forward()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+            with torch.cuda.graph(graph, pool=None if other is None else other.pool(), stream=stream):
+                outputs = forward()
+        self._graphs.add(graph)
 
         def replay() -> Any:
             graph.replay()

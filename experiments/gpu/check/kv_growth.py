@@ -48,7 +48,7 @@ def noisy(model: Any) -> Any:
 
 def apart(forward: Callable[[], Any]) -> Callable[[], Any]:
     """Capture with a memory pool for each graph."""
-    return CudaGraphs()(forward)
+    return CudaGraphs(torch.device("cuda", torch.cuda.current_device()))(forward)
 
 
 def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[str, Any]:
