@@ -53,7 +53,7 @@ CONTEXT = 200
 MAX_ROWS = 2048
 """Rows of one forward that computes the context before steps are timed, so that long contexts fit in memory."""
 
-PROCEDURE = 4
+PROCEDURE = 5
 """Version of how steps are timed: costs of another version are measured again. Raise it with every change."""
 
 
@@ -257,8 +257,8 @@ def visits(
 
     Args:
         period: the random text repeats after so many tokens, so that proposers which look drafts up find some, and the
-            proposers, which share their states, have observed all of it. None: it does not repeat, and states are new
-            in each visit.
+            proposers, which share their states, have observed all of it. None: it does not repeat, and each has states
+            of its own.
         context: tokens of it.
     """
     lm, largest = target.lm, max(proposer.nodes for proposer in proposers.values())
@@ -272,44 +272,40 @@ def visits(
         for size, proposer in proposers.items()
     }
     sequences: list[SequenceState] = []
+    apart = list(proposers) if period is None else list(proposers)[:1]  # those with states of their own
+    states: dict[int, list[Any]] = {}  # of these, of each sequence
 
     def visit(size: int) -> list[float]:
         took = []
-        for sequence in sequences:
+        for sequence, state in zip(sequences, states[size if size in states else apart[0]], strict=True):
             sequence.kv.truncate(context - 1)
             del sequence.tokens[context:]
-            if period is None:
-                sequence.state = proposers[size].init(sequence.request)
-            else:
-                proposers[size].rewind(sequence.state, context - 1)
+            sequence.state = state
+            proposers[size].rewind(state, context - 1)
         for _ in range(VISIT):
             clock.synchronise()
             info = step(sequences, parts[size])
             clock.synchronise()
             took.append(clock.seconds(info.began, info.ended))
-        if period is None:
-            for sequence in sequences:
-                proposers[size].close(sequence.state)
         return took[1:]
 
     try:
         for number in range(batch_size):
             request = Request(number, "calibration", prompt, sampling, target.context)
             sequences.append(SequenceState(request, lm.open(context + VISIT + largest + 1), list(prompt)))
-        first = next(iter(proposers))
-        for sequence in sequences:
-            sequence.state = proposers[first].init(sequence.request)
         chunk = max(1, MAX_ROWS // batch_size)
-        for start in range(0, context, chunk):
-            step([], parts[first], [(sequence, min(chunk, context - start)) for sequence in sequences])
-        if period is None:
+        for size in apart:
             for sequence in sequences:
-                proposers[first].close(sequence.state)
+                sequence.kv.truncate(0)
+                sequence.state = proposers[size].init(sequence.request)
+            states[size] = [sequence.state for sequence in sequences]
+            for start in range(0, context, chunk):
+                step([], parts[size], [(sequence, min(chunk, context - start)) for sequence in sequences])
         yield visit
-        if period is not None:
-            for sequence in sequences:
-                proposers[first].close(sequence.state)
     finally:
+        for size in apart:
+            for state in states.get(size, ()):
+                proposers[size].close(state)
         for sequence in sequences:
             sequence.kv.close()
         lm.capture()

@@ -10,6 +10,8 @@ from spec_lab.drafters.medusa.train import MedusaRecipe
 from spec_lab.tasks import train_forecast as said
 from spec_lab.train.estimate import TrainingNeed
 from tests.tiny import tiny_target
+from tests.train.test_recipes import RECIPES
+from tests.train.texts import files
 
 
 def test_texts_are_bounded_by_prompts_turns_and_new_tokens():
@@ -46,4 +48,11 @@ def test_the_tau_that_pays_is_the_cost_of_a_step_over_that_without_a_draft(slow,
         patch.setattr(said, "step_seconds", seconds)
         assert words in said.paying_sentence(recipe, module, target, Sampling())
     assert sizes == [0, 1, 2] and module.training
-    assert all(tau >= 1 for tau in said.paying_lengths(recipe, module, target, Sampling()).values())
+
+
+@pytest.mark.parametrize("name", ["eagle1", "kangaroo", "mtp", "hydra with prefix", "block", "peagle"])
+def test_steps_with_an_untrained_drafter_are_timed_after_a_context_that_it_observed(name, tmp_path):
+    target, recipe = tiny_target(), RECIPES[name]
+    module = recipe.begin(target, files(target, tmp_path / "texts", states=recipe.states(target)), 0).module
+    needed = said.paying_lengths(recipe, module, target, Sampling())
+    assert max(needed) == recipe.depth and all(tau >= 1 for tau in needed.values())
