@@ -16,11 +16,10 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from spec_lab.runners.kv_cache import Cells
-from spec_lab.runners.softmax import Softmax, causal_mask
+from spec_lab.runners.softmax import Softmax, causal_mask, torch_attention
 
 SPANS = "spec_lab_spans"
 """The name under which attention over cells is registered with transformers."""
@@ -292,7 +291,7 @@ class Layer(NamedTuple):
                 keys, values = (tensor.transpose(0, 1).expand(-1, groups, -1, -1) for tensor in (keys, values))
             elif rows == 1 and twice:
                 q = torch.cat((q, q), 2)
-            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=softmax.scaling)
+            out = torch_attention(q, keys, values, mask, softmax.scaling, causal)
             if groups > 1:
                 out = out.reshape(1, heads, rows, -1)
             elif rows == 1 and twice:
@@ -364,9 +363,7 @@ def text_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, 
         positions = torch.arange(rows, device=query.device)
         mask = causal_mask(query).masked_fill(~kind.reaches(positions[:, None], positions[None]), -torch.inf)
     if softmax.plain:
-        plain = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=softmax.scaling, enable_gqa=groups > 1
-        )
+        plain = torch_attention(query, key, value, mask, softmax.scaling, causal=mask is None, shared=groups > 1)
         return plain.transpose(1, 2)
     return softmax.attend(query, key, value, mask).transpose(1, 2)
 

@@ -19,7 +19,6 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from spec_lab.core.draft import Draft
 from spec_lab.core.shape import Shape
@@ -28,7 +27,7 @@ from spec_lab.runners.attention import FULL, AttentionKind, CellCache, uncounted
 from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence, stored
 from spec_lab.runners.prepare import Packer, Planned
-from spec_lab.runners.softmax import Softmax
+from spec_lab.runners.softmax import Softmax, torch_attention
 
 MAX_ROWS = 256
 """Most rows of a stream in a forward of fixed shape; a step with more rows runs eagerly."""
@@ -232,7 +231,7 @@ class FixedLayer(NamedTuple):
         if softmax.plain:
             q = q.reshape(streams, heads // groups, groups * rows, dim)
             mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(streams, 1, groups * rows, -1)
-            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=softmax.scaling)
+            out = torch_attention(q, keys, values, mask, softmax.scaling)
         else:
             out = softmax.attend(q, keys, values, self.mask[:, None, None])
         return out.reshape(streams, heads, rows, -1).transpose(1, 2).reshape(1, streams * rows, heads, -1)

@@ -21,6 +21,8 @@ from tests.runners.test_causal_lm import TREE, World
 from tests.tiny import CONTEXT, tiny_model
 
 pytestmark = pytest.mark.cuda
+TOLERANCE = 1e-6
+"""transformers computes norms and rotary angles in float32 even in a float64 model; a wrong position changes 0.7."""
 FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["eager", "captured"])
 
 
@@ -44,7 +46,7 @@ def test_forests_on_a_gpu_have_the_logits_of_the_cpu(family, fixed):
             text = world.tokens[int(shape.root[row])] + [int(drafted[at - 2]) for at in shape.path(row)]
             with torch.inference_mode():
                 expected = oracle(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-            torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-8)
+            torch.testing.assert_close(logits[row], expected, rtol=0, atol=TOLERANCE)
         for b, cache in enumerate(world.caches):
             row, kept = b, []
             for rank in accept[b]:
