@@ -305,8 +305,8 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
         timing=partial(time_steps, seconds=0.0),
     )  # fmt: skip
     sizes = [0, 1, 2, 3, 4, 5, 6, 8, 9]
-    first, *steps = seen
-    assert first == (0, {200}, {0})  # the prompt
+    prompts, steps = seen[: len(sizes)], seen[len(sizes) :]
+    assert prompts == [(0, {200}, {0})] * len(sizes)  # each size observes it
     order = [*sizes * WARM_UP, *(sizes + sizes[::-1]) * 3]
     # The first step of a visit, which is not timed, has no hidden state to draft from.
     assert steps == [(size * batch_size * (n > 0), {1}, {199 + n}) for size in order for n in range(VISIT)]
