@@ -308,8 +308,7 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
     prompts, steps = seen[: len(sizes)], seen[len(sizes) :]
     assert prompts == [(0, {200}, {0})] * len(sizes)  # each size observes it
     order = [*sizes * WARM_UP, *(sizes + sizes[::-1]) * 3]
-    # The first step of a visit, which is not timed, has no hidden state to draft from.
-    assert steps == [(size * batch_size * (n > 0), {1}, {199 + n}) for size in order for n in range(VISIT)]
+    assert steps == [(size * batch_size, {1}, {199 + n}) for size in order for n in range(VISIT)]
     costs = chosen.costs.seconds
     assert list(costs) == sizes and min(costs.values()) > 0
     assert chosen.batch_size == batch_size
