@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from experiments.gpu.random_models import SHAPES, WAYS, both_ways, llama, roofline_of
 from experiments.gpu.timing import Row, autoregressive, forwards
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 from spec_lab.results.manifest import machine
 
 PROMPT = 128
@@ -93,7 +93,7 @@ def main() -> None:
     for shape in given.shapes:
         longest = max(*given.contexts, PROMPT) + 2 * max(given.nodes) + given.steps + 64
         model = llama(SHAPES[shape], device, dtype, longest)
-        merge(model)  # for both ways: they differ in the capture only
+        fuse(model)  # for both ways: they differ in the capture only
         roofline = roofline_of(model, dtype, device)
         limits[shape] = roofline.facts()
         for batch in tqdm(given.batches, desc=f"{shape}: decoding"):

@@ -21,6 +21,7 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import WrongOption, brief
 from spec_lab.core.reading import Reading
 from spec_lab.models.checkpoint import misfits_of, one_line
+from spec_lab.models.fused import epsilon_of
 from spec_lab.models.services import TargetServices, selected_rows
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 from spec_lab.models.target import Target
@@ -470,15 +471,11 @@ def _uses_interface(attention: nn.Module) -> bool:
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module of transformers is an RMSNorm times its weight, which torch computes faster and in float64.
-
-    (transformers computes it in float32 whatever the dtype; some families add one to the weight.)
-    """
+    """Whether a module of transformers is an RMSNorm times its weight, which torch computes faster and in float64."""
     epsilon = getattr(module, "variance_epsilon", None)
     if epsilon is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
         return False
     probe: Any = type(module)(4, eps=epsilon)
-    x, weight = torch.tensor([0.5, -1.0, 2.0, 0.1]), torch.tensor([0.3, 1.2, -0.7, 2.0])
     with torch.no_grad():
-        probe.weight.copy_(weight)
-        return torch.allclose(probe(x), nn.functional.rms_norm(x, (4,), weight, epsilon))
+        probe.weight.copy_(torch.tensor([0.3, 1.2, -0.7, 2.0]))
+    return epsilon_of(probe) is not None

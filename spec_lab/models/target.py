@@ -17,9 +17,9 @@ from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
+from spec_lab.models.fused import fuse
 from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
-from spec_lab.models.merged import merge
 from spec_lab.models.packed import pack, unpack
 from spec_lab.models.placement import kv_dtype_of
 from spec_lab.models.self_check import MaybePacking, checked
@@ -122,7 +122,7 @@ class Target:
         """
         settings = self.lm.model_settings._replace(kv_dtype=None)
         if settings.fixed:
-            merge(model)
+            fuse(model)
         _pack_checked(model, settings.attention, sha256, self.cache, settings.fixed)
         if rows is not None:
             model.set_output_embeddings(ModelServices(model).lm_head_rows(rows))
@@ -174,9 +174,9 @@ class Target:
                 plan for this kind of model. Each rank uses the GPU of its number, or the CPU with a CPU build of torch.
                 Call it on rank 0 while the other ranks run ``loading.follow``. (Tested with gloo on the CPU; not yet
                 tested on several GPUs.)
-            graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU. Linear layers of the same
-                input are merged (``runners.graphs``). On a CPU nothing is captured, and padding makes steps slower.
-                (All but the capture itself is tested on the CPU; not yet run on a GPU.)
+            graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU (``runners.graphs``), with
+                layers of fewer kernels (``models.fused``). On a CPU nothing is captured, and padding makes steps
+                slower. (All but the capture itself is tested on the CPU; ``experiments/gpu`` has runs on a GPU.)
             quantization: torchao_int8, torchao_int4, bnb_int8, bnb_int4: quantizes linear layers while they are
                 loaded. The target is the quantized model. Checkpoints that are quantized already are recognised by
                 their config.json.
@@ -216,7 +216,7 @@ class Target:
         source = source_sha256(folder, sha256)
         cache = ProcessCache() if cache is None else cache
         if graphs:
-            merge(model)
+            fuse(model)
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
             check = checked(model, attention, sha256, cache, graphs)
         else:

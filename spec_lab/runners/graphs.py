@@ -184,6 +184,21 @@ class FixedPack(CellCache):
         self.cells, self.kinds, self.counting, self.bucket, self.given = cells, kinds, counting, bucket, given
         self.positions = given.positions
         self.masks = {kind: self._mask(kind, dtype) for kind in {FULL, *kinds.values()}}
+        self._repeated: dict[tuple[AttentionKind, int], Tensor] = {}
+        self._made: dict[int, tuple[Tensor, Any]] = {}
+
+    def mask(self, kind: AttentionKind, groups: int) -> Tensor:
+        """The mask of so many query heads that share keys, which are rows: ``[S, 1, groups * n, C]``."""
+        if (kind, groups) not in self._repeated:
+            mask = self.masks[kind][:, None].expand(-1, groups, -1, -1)
+            self._repeated[kind, groups] = mask.reshape(mask.shape[0], 1, -1, mask.shape[3])
+        return self._repeated[kind, groups]
+
+    def once(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned for this tensor in an earlier layer of the forward, or returns now."""
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, make()
+        return self._made[id(tensor)][1]
 
     def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
         given, bucket = self.given, self.bucket
@@ -197,16 +212,16 @@ class FixedPack(CellCache):
         return mask.view(bucket.streams, bucket.rows, bucket.cells)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """See ``attention.CellCache``."""
+        """See ``attention.CellCache``; or of each stream, ``[S, heads, n, dim]``."""
         if len(self.cells.keys) <= layer_idx:
             self.cells.allocate(layer_idx, key, value)
-        cells = []
+        streams, cells = self.bucket.streams, []
+        where = self.given.stream.view(streams, -1), self.given.cell.view(streams, -1)
         for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
-            new = stored(new, store.dtype)
-            store.transpose(1, 2).index_put_((self.given.stream, self.given.cell), new[0].transpose(0, 1))
-            cells.append(store[: self.bucket.streams, :, : self.bucket.cells])
-        kind = self.kinds.get(layer_idx, FULL)
-        layer = FixedLayer(cells[0], cells[1], kind, self.masks[kind])
+            new = stored(by_stream(new, streams), store.dtype)
+            store.transpose(1, 2).index_put_(where, new.transpose(1, 2))
+            cells.append(store[:streams, :, : self.bucket.cells])
+        layer = FixedLayer(cells[0], cells[1], self.kinds.get(layer_idx, FULL), self)
         return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
@@ -214,26 +229,35 @@ class FixedPack(CellCache):
         return uncounted(self.positions) if layer_idx in self.counting else 0
 
 
+def by_stream(rows: Tensor, streams: int) -> Tensor:
+    """Rows of all streams ``[1, heads, N, dim]``, or of each already, as those of each: ``[S, heads, n, dim]``."""
+    return rows if rows.shape[0] == streams else rows[0].unflatten(1, (streams, -1)).transpose(0, 1)
+
+
 class FixedLayer(NamedTuple):
-    """One layer's cells, its kind, and which of them each row attends to. An ``attention.ReadsCells``."""
+    """One layer's cells, its kind, and the forward with the masks. An ``attention.ReadsCells``."""
 
     keys: Tensor  # [S, kv heads, C, dim]
     values: Tensor
     kind: AttentionKind
-    mask: Tensor  # [S, n, C]
+    pack: FixedPack
 
     def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
-        """``[1, heads, N, dim] -> [1, N, heads, dim]``. Query heads that share keys become rows: no key is repeated."""
-        (streams, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
+        """``[1, heads, N, dim] -> [1, N, heads, dim]``. Query heads that share keys become rows: no key is repeated.
+
+        Args:
+            query: as ``by_stream`` reads it.
+            softmax: of the layer.
+        """
+        q = by_stream(query, self.keys.shape[0])
+        streams, heads, rows, dim = q.shape
         groups = heads // self.keys.shape[1]
-        q = query[0].unflatten(1, (streams, rows)).transpose(0, 1)
         keys, values = self.keys.to(q.dtype), self.values.to(q.dtype)
         if softmax.plain:
             q = q.reshape(streams, heads // groups, groups * rows, dim)
-            mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(streams, 1, groups * rows, -1)
-            out = torch_attention(q, keys, values, mask, softmax.scaling)
+            out = torch_attention(q, keys, values, self.pack.mask(self.kind, groups), softmax.scaling)
         else:
-            out = softmax.attend(q, keys, values, self.mask[:, None, None])
+            out = softmax.attend(q, keys, values, self.pack.masks[self.kind][:, None, None])
         return out.reshape(streams, heads, rows, -1).transpose(1, 2).reshape(1, streams * rows, heads, -1)
 
 

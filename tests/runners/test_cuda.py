@@ -11,7 +11,7 @@ from spec_lab.core.request import Request
 from spec_lab.core.shape import chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
@@ -31,7 +31,7 @@ FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["eager", "captured"
 def test_forests_on_a_gpu_have_the_logits_of_the_cpu(family, fixed):
     model = tiny_model(family).cuda()
     if fixed:
-        merge(model)
+        fuse(model)
     lm = CausalLM(model, fixed=fixed)
     world = World(lm, np.random.default_rng(1))
     world.add(9)

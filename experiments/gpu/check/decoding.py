@@ -8,7 +8,7 @@ from typing import Any
 from experiments.gpu.check.part import Part, run
 from experiments.gpu.random_models import SHAPES, both_ways, llama, roofline_of
 from experiments.gpu.timing import Captures, autoregressive
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 
 PROMPT = 128
 STEPS = 96
@@ -26,7 +26,7 @@ def measure(part: Part) -> None:
     for shape in ("tiny",) if part.tiny else ("1B", "8B"):
         with part.attempt(shape):
             model = llama(SHAPES[shape], part.device, part.dtype, 1024)
-            merge(model)  # for both ways: they differ in the capture only
+            fuse(model)  # for both ways: they differ in the capture only
             roofline = roofline_of(model, part.dtype, part.device)
             part.keep(f"limits of {shape}", roofline.facts())
             for batch in BATCHES:

@@ -25,7 +25,7 @@ from spec_lab.drafters.draft_layers import load_weights
 from spec_lab.drafters.draft_model.propose import DraftModel
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
 from spec_lab.drafters.feature_drafter import FeatureDrafter
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.tree_plan import TreePlan
@@ -178,7 +178,7 @@ def measure(part: Part) -> None:
     shape, small, seconds = ("tiny", "tiny", 0.1) if part.tiny else ("8B", "1B", 3.0)
     context = 128 if part.tiny else 2 * CONTEXT
     model = llama(SHAPES[shape], part.device, part.dtype, context)
-    merge(model)
+    fuse(model)
     target = target_of(model, shape)
     with part.attempt("EAGLE-3"):
         network = eagle3(part, target)
@@ -189,7 +189,7 @@ def measure(part: Part) -> None:
             say(part, "EAGLE-3 chain of 5", chain(part, target, proposer, seconds))
     with part.attempt(f"draft model {small}"):
         draft = llama(SHAPES[small], part.device, part.dtype, context)
-        merge(draft)
+        fuse(draft)
         for way in WAYS:
             with part.attempt(f"draft model {small}, {way}"):
                 proposer = DraftModel(CausalLM(draft, fixed=way == "captured"), context, CHAIN)

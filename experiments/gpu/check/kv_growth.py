@@ -17,7 +17,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import Engine
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
@@ -159,16 +159,16 @@ def measure(part: Part) -> None:
         sizes = {**SHAPES["tiny"], "vocab_size": 64} if part.tiny else MEDIUM
         model = llama(sizes, part.device, torch.float32, CONTEXT)
         draft = noisy(model)
-        merge(model)
-        merge(draft)
+        fuse(model)
+        fuse(draft)
         compare(part, "float32", model, draft, exact=True)
         del model, draft
     if not part.tiny:
         with part.attempt("1B, bfloat16"):
             model = llama(SHAPES["1B"], part.device, part.dtype, CONTEXT)
             draft = noisy(model)
-            merge(model)
-            merge(draft)
+            fuse(model)
+            fuse(draft)
             compare(part, "1B, bfloat16", model, draft, exact=False)
 
 

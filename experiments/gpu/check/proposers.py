@@ -25,7 +25,7 @@ from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.drafters.mtp.network import Mtp, MtpSettings
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.drafters.skip.propose import Skip
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
 from spec_lab.propose.best_first import Budget
@@ -67,7 +67,7 @@ def small_target(device: Any, dtype: Any, captured: bool) -> Target:
     """A random target."""
     model = llama(SIZES, device, dtype, CONTEXT)
     if captured:
-        merge(model)
+        fuse(model)
     return target_of(model, "small", captured)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.gpu.check.part import Part, run
 from experiments.gpu.random_models import SHAPES, both_ways, llama, roofline_of
 from experiments.gpu.timing import Captures, forwards
-from spec_lab.models.merged import merge
+from spec_lab.models.fused import fuse
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BATCHES = (1, 8)
@@ -38,7 +38,7 @@ def measure_shape(part: Part, shape: str, nodes: Sequence[int], remaining: int, 
     """
     context = 16 if part.tiny else CONTEXT
     model = llama(SHAPES[shape], part.device, part.dtype, 2 * context + 2 * max(nodes) + 64)
-    merge(model)  # for both ways: they differ in the capture only
+    fuse(model)  # for both ways: they differ in the capture only
     roofline = roofline_of(model, part.dtype, part.device)
     for later, batch in enumerate(BATCHES):
         with part.attempt(f"{shape}, batch {batch}"):

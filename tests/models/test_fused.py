@@ -1,0 +1,115 @@
+"""Decoder layers in fewer kernels: the same logits, and only modules that compute what their replacement does."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from spec_lab.core.draft import Draft, empty
+from spec_lab.core.shape import chain, forest
+from spec_lab.models.fused import FusedAttention, fuse
+from spec_lab.models.merged import merge
+from spec_lab.runners.causal_lm import CausalLM
+from tests.runners.replays import replayed
+from tests.runners.test_causal_lm import TREE, life, random_draft
+from tests.tiny import FAMILIES, WINDOWED, tiny_model
+
+ROTARY = {"llama", "qwen2", "mistral", "gemma", "granite", "starcoder2", "qwen2-windows", "mistral-windows"}
+"""Families whose attention is replaced in float64, in which no norm is. Cohere's interleaves the rotated halves."""
+OPERATORS = {"llama": (37, 16), "qwen3": (53, 18)}
+"""Of a layer that computes one row: merged only, and fused."""
+
+
+def replaced(model):
+    return [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedAttention)]
+
+
+def fixed(model):
+    lm = CausalLM(model, fixed=True)
+    lm.graphs.capture = replayed
+    return lm
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
+def test_every_family_decodes_scattered_forests_exactly(family):
+    model, oracle = tiny_model(family), tiny_model(family)
+    fuse(model)
+    assert bool(replaced(model)) == (family in ROTARY)
+    life(fixed(model), oracle)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_norms_and_attention_in_float32_have_the_logits_of_transformers(family):
+    logits, generator = [], torch.Generator().manual_seed(0)
+    draft = random_draft(forest((TREE, chain(3))), np.random.default_rng(5))
+    for change in (merge, fuse):
+        model = tiny_model(family, torch.float32)
+        for parameter in model.parameters():  # weights of norms, which are ones
+            if parameter.dim() == 1:
+                parameter.data.uniform_(0.5, 2.0, generator=generator.manual_seed(len(parameter)))
+        change(model)
+        lm = fixed(model)
+        sequences = [lm.open(), lm.open()]
+        lm.forward(sequences, [[1, 2, 3], [5, 6, 7, 8]], empty(2))
+        logits.append(lm.forward(sequences, [[9], [4, 2]], draft).logits)
+    assert len(replaced(model)) == 2
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)
+
+
+class OneMore(LlamaRMSNorm):
+    """A norm whose weight is one larger, as Gemma's."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + hidden_states
+
+
+def test_a_norm_that_computes_something_else_stays():
+    model = tiny_model("llama", torch.float32)
+    first, second = (layer.input_layernorm for layer in model.model.layers)
+    first.__class__ = OneMore
+    fuse(model)
+    assert "forward" not in vars(first) and "forward" in vars(second)
+
+
+NO_KERNEL = ("_unsafe_view", "empty", "new_empty")
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute something: a kernel each, or more."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, given=(), named=None):
+        if operator._schema.name not in ("aten::rms_norm", "aten::linear", "aten::scaled_dot_product_attention"):
+            with self:
+                result = operator.decompose(*given, **named or {})
+            if result is not NotImplemented:
+                return result
+        views = any(result.alias_info and not result.alias_info.is_write for result in operator._schema.returns)
+        self.count += not views and operator._schema.name not in (
+            "aten::_unsafe_view",
+            "aten::empty",
+            "aten::new_empty",
+        )
+        return operator(*given, **named or {})
+
+
+@pytest.mark.parametrize("family", OPERATORS)
+def test_a_layer_has_fewer_operators(family):
+    counts = []
+    for change in (merge, fuse):
+        of_layers = []
+        for layers in (2, 3):
+            model = tiny_model(family, torch.bfloat16, num_hidden_layers=layers)
+            change(model)
+            lm, operators = CausalLM(model, fixed=True), Operators()
+            sequence = lm.open()
+            lm.forward([sequence], [[1, 2, 3]], empty(1))
+            with operators:
+                lm.forward([sequence], [[4]], Draft(chain(0), torch.empty(0, dtype=torch.long)))
+            of_layers.append(operators.count)
+        counts.append(of_layers[1] - of_layers[0])
+    assert tuple(counts) == OPERATORS[family]
