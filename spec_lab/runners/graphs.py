@@ -195,7 +195,7 @@ class FixedPack(CellCache):
         return self._repeated[kind, groups]
 
     def once(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned for this tensor in an earlier layer of the forward, or returns now."""
+        """Return what ``make`` returned for this tensor in an earlier layer of the forward, or returns now."""
         if id(tensor) not in self._made:
             self._made[id(tensor)] = tensor, make()
         return self._made[id(tensor)][1]
