@@ -54,12 +54,13 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("cuda_tests", "Tests that require a GPU", 75),
-    Part("blocking_calls", "Calls of a step that wait for the GPU", 60),
-    Part("decoding", "Autoregressive decoding", 95),
-    Part("kv_growth", "Graphs while the KV cache grows", 45),
-    Part("rows", "Time of a forward by rows, t(n)", 80),
-    Part("drafters", "EAGLE-3 level and draft chains", 55),
+    Part("cuda_tests", "Tests that require a GPU", 60),
+    Part("blocking_calls", "Calls of a step that wait for the GPU", 55),
+    Part("decoding", "Autoregressive decoding", 75),
+    Part("kv_growth", "Graphs while the KV cache grows", 40),
+    Part("rows", "Time of a forward by rows, t(n)", 75),
+    Part("drafters", "EAGLE-3 level and draft chains", 50),
+    Part("kernels", "Kernels of a step", 60),
 )
 
 ON_A_CPU = 300.0

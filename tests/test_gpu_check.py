@@ -38,7 +38,9 @@ def test_every_part_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert {entry["status"] for entry in entries.values()} == {"done"} and not any(
         entry["error"] for entry in entries.values()
     )
-    tests, blocking, decoding, growth, rows, drafters = (entries[part.name]["results"] for part in gpu_check.PARTS)
+    tests, blocking, decoding, growth, rows, drafters, kernels = (
+        entries[part.name]["results"] for part in gpu_check.PARTS
+    )
     assert tests["files"] == ["tests/core/test_upload.py", "tests/runners/test_cuda.py"]
     assert sum(tests["counts"].values()) == len(tests["tests"]) > 0
 
@@ -63,6 +65,10 @@ def test_every_part_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     names = ["EAGLE-3 level of 10 rows", "EAGLE-3 chain of 5"]
     assert list(drafters) == [*names, "tiny draft chain of 5, eager", "tiny draft chain of 5, captured"]
     assert all(row["whole_s"] >= row["host_s"] > 0 for row in drafters.values())
+    steps = [("captured", 1), ("captured", 8), ("eager", 1), ("eager", 8)]
+    assert [(row["way"], row["rows"]) for row in kernels["steps"]] == steps
+    assert all(row["kernels"] >= sum(kernel["count"] for kernel in row["by_name"]) > 0 for row in kernels["steps"])
+    assert {row["by"] for row in kernels["attention"]} == {"math", "products"}
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed[len(gpu_check.PARTS) : -2])) <= 80
 
