@@ -1,18 +1,27 @@
 """The study of a real model: conversations that a model holds with itself, and the tables of its README."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from experiments.real_model import conversations
+from experiments.real_model import conversations, figure, heads
+from spec_lab.models import smollm2
+from spec_lab.models.gguf_export import convert
 from spec_lab.models.target import Target
 from spec_lab.text.answers import read_answers
 from spec_lab.text.chat_template import ChatTemplate
 from tests import checkpoints
+from tests.gguf_files import with_zoo_tokenizer
+
+ROOT = Path(__file__).parents[1]
+QUESTIONS = ROOT / "tests" / "data" / "questions.jsonl"
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{% if message.role == 'assistant' %}a"
@@ -102,3 +111,99 @@ def test_a_model_without_a_template_is_refused(target, tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         conversations.write(tmp_path / "chats.jsonl", replace(target, tokenizer=tokenizer), 1, SMALL, 5)
+
+
+# Figure and tables
+
+
+def results(**changes):
+    """Results of two arms without training on both engines, and of a head."""
+    kept = {"tau_macro": 1.5, "baseline_tokens_per_second": 100.0, "baseline_roofline_share": 0.3, "temperature": 0.0}
+    arms = [("llama.cpp", "ngram_3", 0.9), ("llama.cpp", "suffix", 0.8), ("transformers", "ngram_3", 1.2)]
+    rows = [
+        kept | {"engine": engine, "arm": arm, "speedup": speed, "speedup_low": speed - 0.1, "speedup_high": speed + 0.1}
+        for engine, arm, speed in [*arms, ("transformers", "medusa", 1.5)]
+    ]
+    return pd.DataFrame(rows).assign(**changes)
+
+
+def test_the_finding_counts_drafts_that_are_faster_with_their_whole_interval():
+    said = figure.finding(results())
+    assert "0 of 2 drafts gain on llama.cpp" in said
+    assert "2 of 2 drafts gain on transformers, the most Medusa tree (1.50 at T = 0)" in said
+    assert "0 of 2 drafts gain on transformers" in figure.finding(results(speedup_low=0.99))
+
+
+def test_the_readme_s_table_has_the_fastest_of_each_kind_on_each_engine():
+    rows = [line.split(" | ") for line in figure.headline(results()).splitlines() if line.startswith("| ")]
+    assert rows[1] == ["| llama.cpp", "0", "100", "30 %", "n-gram, 3: 0.90 [0.80, 1.00], 1.50", "- |"]
+    assert rows[2][-2:] == ["n-gram, 3: 1.20 [1.10, 1.30], 1.50", "Medusa tree: 1.50 [1.40, 1.60], 1.50 |"]
+
+
+def test_each_arm_has_a_row_with_a_cell_for_each_engine():
+    rows = [line.strip("| ").split(" | ") for line in figure.written(results()).splitlines() if line.startswith("| ")]
+    cells = {name: rest for name, *rest in rows[2:]}
+    assert cells["Medusa tree"] == ["-", "1.50 [1.40, 1.60], 1.50"]
+    assert cells["suffix"][1] == "-" and len(figure.draw(results()).axes) == 2
+
+
+def test_the_readme_of_the_repository_has_a_place_for_the_table(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- real model -->" in text and "<!-- end of real model -->" in text
+
+
+@pytest.mark.nightly
+def test_the_experiment_is_swept_on_a_tiny_model_and_drawn(tmp_path, monkeypatch, quick_cli):
+    pytest.importorskip("gguf", reason="requires the extra llamacpp")
+    folder = tmp_path / "a_package_of_smollm2"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    convert(str(with_zoo_tokenizer(tmp_path / "tiny")), folder / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    monkeypatch.setattr(smollm2, "PACKAGE", "a_package_of_smollm2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    short = [f"prompts.path={QUESTIONS}", "prompts.every=1", "max_new_tokens=6", "warmup=0", "threads=1"]
+    given = ["+experiment=real_model", "target.engine=transformers", "target.dtype=float32", *short]
+    code, _, errors = quick_cli("--multirun", *given, "sampling.temperature=0,1", "output_dir=runs/transformers")
+    assert code == 0, errors
+    for page in ("README.md", "experiments/real_model/README.md"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    folder = tmp_path / "experiments" / "real_model"
+    options = ["--folder", str(folder), "--readme", str(tmp_path / "README.md")]
+    table = figure.main([str(tmp_path / "runs"), *options])
+    assert len(table) == 2 * 6 and (table["tau_macro"] >= 1).all() and set(table["engine"]) == {"transformers"}
+    assert (folder / "real_model.png").stat().st_size and "lookahead" in (folder / "README.md").read_text()
+    assert "| transformers | 0 |" in (tmp_path / "README.md").read_text()
+
+
+# Heads
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A training that has ended."""
+    facts = {"drafter": "medusa", "sha256": "ab", "texts": 32, "steps": 2, "parameters": 2_500_000, "temperature": 1.0}
+    lengths = {"accepted": [0.5, 0.25], "agreed": [0.6, 0.3], "estimated_length": 0.625, "measured_length": 0.75}
+    shares = {"loss": [1.0, 2.0], "accepted": [0.5, 0.2], "agreed": [0.5, 0.2]}
+    line = {"step": 2, "texts": 32, "seconds": 5400.0, **shares, "length_at_1": 0.6, "length_greedy": 0.6}
+    hashes = {"weights_sha256": {}, "prompts_sha256": "", "commit": None, "versions": {}}
+    made = {"seed": 0, "arms": ["medusa"], "threads": 1, "machine": {"processor": None, "gpus": []}, "proposers": {}}
+    manifest = {"config": {"task": {"passes": 2.0}}, **hashes, **made}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({**facts, **lengths, "learning": [line]}))
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path / "run"
+
+
+def test_the_table_of_heads_states_what_a_training_left(run, tmp_path):
+    shutil.copy(ROOT / "experiments" / "real_model" / "README.md", tmp_path)
+    heads.main([str(run), "--folder", str(tmp_path)])
+    cells = "| medusa | 2.5 | 32 x 2 | 2 | 1.5 | 0.50 0.25 (T = 1) | 0.62 | 0.75 | `ab` |"
+    assert cells in (tmp_path / "README.md").read_text()
+
+
+def test_a_training_that_has_not_ended_has_no_row(run, capsys):
+    (run / "summary.json").unlink()
+    with pytest.raises(SystemExit):
+        heads.main([str(run)])
+    assert "has not ended" in capsys.readouterr().err

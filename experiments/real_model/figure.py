@@ -1,0 +1,131 @@
+"""Results, figure and tables of the study: python -m experiments.real_model.figure [RUNS] [--readme README.md]."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.plots import (
+    NAMES,
+    arms_by_place,
+    fill,
+    kept,
+    markdown,
+    ordered,
+    percent,
+    row_where,
+    shown,
+    study,
+    swept,
+)
+
+SWEEPS = {"llama.cpp": "llama.cpp", "transformers": "transformers", "heads": "transformers"}
+"""Folders of the sweeps, and the engine of each; those that were not run are left out."""
+
+HEADS = {"eagle3": "EAGLE-3, chain", "eagle3_tree": "EAGLE-3, tree", "medusa": "Medusa tree", "block": "DFlash block"}
+UNTRAINED = {
+    "ngram": "n-gram, 10",
+    "ngram_3": "n-gram, 3",
+    "ngram_sure": "n-gram, 4, after 3 or 4 equal tokens",
+    **{name: NAMES[name] for name in ("suffix", "recycling", "lookahead", "skip")},
+}
+ARMS = UNTRAINED | HEADS
+"""Names of the arms in figure and tables, in their order."""
+
+BASELINE = ("baseline_tokens_per_second", "baseline_roofline_share")
+
+
+def results(runs: Path) -> pd.DataFrame:
+    """Return a row for each engine, temperature and arm.
+
+    Raises:
+        ValueError: none of the sweeps is there.
+    """
+    there = {folder: engine for folder, engine in SWEEPS.items() if (runs / folder).is_dir()}
+    if not there:
+        raise ValueError(f"{runs} holds none of the sweeps {', '.join(SWEEPS)}: run them first")
+    tables = [swept(runs / folder).assign(engine=engine) for folder, engine in there.items()]
+    return kept(pd.concat(tables, ignore_index=True), "engine", "temperature", more=BASELINE)
+
+
+def places(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
+    """Return a title for each engine and temperature, and which rows of ``table`` belong to it."""
+    return [
+        (f"{engine}, T = {temperature:g}", (table["engine"] == engine) & (table["temperature"] == temperature))
+        for engine in dict.fromkeys(SWEEPS.values())
+        for temperature in sorted(table.loc[table["engine"] == engine, "temperature"].unique())
+    ]
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Plot every arm's speed-up; a panel for each engine and temperature."""
+    arms = {arm: ARMS.get(arm, arm) for arm in ordered(list(table["arm"]), [*ARMS])}
+    figure = arms_by_place(table, "speedup", "speed-up", places(table), arms)
+    figure.suptitle("SmolLM2-135M on Spec-Bench: speed-up over each engine's baseline, 95 % intervals", fontsize=10)
+    return figure
+
+
+def written(table: pd.DataFrame) -> str:
+    """Return the study's results: the finding, and speed-up and tau of each arm by engine and temperature."""
+    here = places(table)
+    first = [table[rows].iloc[0] for _, rows in here]
+    facts = [f"{row[BASELINE[0]]:.0f} ({percent(row[BASELINE[1]])})" for row in first]
+    lines = [["", *(title for title, _ in here)], ["baseline, tokens/s (roofline share)", *facts]]
+    for arm in ordered(list(table["arm"]), [*ARMS]):
+        cells = [row_where(table[rows], arm=arm) for _, rows in here]
+        speeds = [f"{shown(row)}, {row['tau_macro']:.2f}" if row else "-" for row in cells]
+        lines.append([ARMS.get(arm, arm), *speeds])
+    figure = "![Speed-up of each draft on both engines, greedy and at temperature 1](real_model.png)"
+    return f"**{finding(table)}**\n\n{figure}\n\n{markdown(lines)}"
+
+
+def finding(table: pd.DataFrame) -> str:
+    """Say of each engine how many drafts are faster than its baseline with their whole interval."""
+    parts = []
+    for engine in ordered(list(table["engine"]), [*SWEEPS.values()]):
+        speeds = table[table["engine"] == engine]
+        faster = speeds[speeds["speedup_low"] > 1]
+        what = f"{len(faster)} of {len(speeds)} drafts gain on {engine}"
+        if len(faster):
+            best = faster.loc[faster["speedup"].idxmax()]
+            what += f", the most {ARMS.get(best['arm'], best['arm'])} ({best['speedup']:.2f} at T = "
+            what += f"{best['temperature']:g})"
+        parts.append(what)
+    return "; ".join(parts) + "."
+
+
+def headline(table: pd.DataFrame) -> str:
+    """Return the table of the repository's README: of each engine the fastest draft without training, and head."""
+    rows = [["engine", "T", "baseline, tokens/s", "roofline share", "fastest without training", "fastest trained head"]]
+    for title, here in places(table):
+        part = table[here].sort_values("speedup", ascending=False).to_dict("records")
+        cells = []
+        for arms in (UNTRAINED, HEADS):
+            best = next((row for row in part if row["arm"] in arms), None)
+            cells.append(f"{arms[best['arm']]}: {shown(best)}, {best['tau_macro']:.2f}" if best else "-")
+        engine, _, temperature = title.partition(", T = ")
+        rows.append([engine, temperature, f"{part[0][BASELINE[0]]:.0f}", percent(part[0][BASELINE[1]]), *cells])
+    what = (
+        "SmolLM2-135M-Instruct, a public chat model (Q4_1; llama.cpp computes the file, transformers the same weights "
+        "in bfloat16), on Spec-Bench at batch 1 ([study](experiments/real_model)): speed-up over the same engine's "
+        "baseline [95 %], then tau. The fastest of several drafts is shown, which favours it."
+    )
+    return f"**{finding(table)}** {what}\n\n{markdown(rows)}\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--readme", type=Path, help="the repository's README, whose table of this model is written")
+    chosen, others = parser.parse_known_args(arguments)
+    table = study(__file__, results, draw, written, others)
+    if chosen.readme is not None:
+        fill(chosen.readme, headline(table), "real model")
+    return table
+
+
+if __name__ == "__main__":
+    main()
