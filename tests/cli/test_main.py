@@ -37,8 +37,8 @@ TASKS = {
 }
 """Experiments of other tasks: a file that each writes, and overrides that keep it short."""
 STUDIES = [
-    "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "spec_bench", "tree_shapes", "tune_tree",
-    "verifier_vs_temperature",
+    "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "real_model", "real_model_heads",
+    "spec_bench", "tree_shapes", "tune_tree", "verifier_vs_temperature",
 ]  # fmt: skip
 """They are run by their own tests."""
 TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "pard")]
