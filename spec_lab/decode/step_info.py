@@ -13,6 +13,8 @@ from spec_lab.decode.commit import Committed
 from spec_lab.decode.recording import Distributions, Recorded, pack_ids
 from spec_lab.decode.sequence import SequenceState
 
+CAPTURE = "capture"
+"""The phase of capturing forwards of fixed shape (``runners.graphs``), within a call of a model."""
 PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commit")
 """Phases of a step's time, in order: masks are computed before the target's forward, or waited for after it.
 """
@@ -86,20 +88,28 @@ class StepInfo:
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
 
-        A phase lasts from the end of the one before it, so that the phases add up to the whole step. On a GPU, call
-        it only after ``clock.synchronise``.
+        A phase lasts from the end of the one before it, so that the phases add up to the whole step. What captured
+        forwards took is counted as "capture" alone, since they are captured once and replayed from then on. On a GPU,
+        call it only after ``clock.synchronise``.
         """
-        seconds = dict.fromkeys((*PHASES, "target_forward", "propose_forward"), 0.0)
-        before = self.began
+        seconds = dict.fromkeys((*PHASES, "target_forward", "propose_forward", CAPTURE), 0.0)
+        before, in_call, in_phase = self.began, 0.0, 0.0  # captures since the last call and phase, which contain them
         for name, start, end in self.spans:
-            if name in PHASES:
-                start, before = before, end
-            seconds[name] += self.clock.seconds(start, end)
+            if name == CAPTURE:
+                spent = self.clock.seconds(start, end)
+                in_call, in_phase = in_call + spent, in_phase + spent
+                seconds[name] += spent
+            elif name in PHASES:
+                seconds[name] += self.clock.seconds(before, end) - in_phase
+                before, in_call, in_phase = end, 0.0, 0.0
+            else:
+                seconds[name] += self.clock.seconds(start, end) - in_call
+                in_call = 0.0
         seconds["commit"] += self.clock.seconds(before, self.ended)
         seconds["propose"] -= self.draft_masks
         seconds["mask_busy"] = self.mask_busy
         seconds["mask_wait"] = self.draft_masks + seconds.pop("mask") + seconds.pop("wait")
-        seconds["whole"] = self.clock.seconds(self.began, self.ended)
+        seconds["whole"] = self.clock.seconds(self.began, self.ended) - seconds[CAPTURE]
         return seconds
 
     def row(self) -> dict[str, Any]:
@@ -114,6 +124,7 @@ class StepInfo:
             "copies_before": self.copies_before,
             "copies_after": self.copies_after,
             "uploads": self.uploads,
+            "captures": sum(name == CAPTURE for name, _, _ in self.spans),
             **self.seconds(),
         }
 

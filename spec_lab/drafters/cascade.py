@@ -35,6 +35,7 @@ from spec_lab.decode.capacity import max_at_once
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import StepInfo, step
+from spec_lab.decode.step_info import CAPTURE
 from spec_lab.drafters.draft_model.loading import check_same_tokens, load_draft
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices, TreeDepth, depth_of
@@ -365,6 +366,6 @@ class DraftCascade(Proposer):
 
     def _count(self, batch: Batch, info: StepInfo) -> None:
         """Count the model calls and copies of an inner step as those of this proposer."""
-        calls = ("target_forward", "propose_forward")
-        batch.clock.spans += [("propose_forward", start, end) for name, start, end in info.spans if name in calls]
+        names = {"target_forward": "propose_forward", "propose_forward": "propose_forward", CAPTURE: CAPTURE}
+        batch.clock.spans += [(names[name], start, end) for name, start, end in info.spans if name in names]
         batch.read.copies += info.copies_before + info.copies_after

@@ -174,9 +174,9 @@ class Target:
                 plan for this kind of model. Each rank uses the GPU of its number, or the CPU with a CPU build of torch.
                 Call it on rank 0 while the other ranks run ``loading.follow``. (Tested with gloo on the CPU; not yet
                 tested on several GPUs.)
-            graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU (``runners.graphs``), with
-                layers of fewer kernels (``models.fused``). On a CPU nothing is captured, and padding makes steps
-                slower. (All but the capture itself is tested on the CPU; ``experiments/gpu`` has runs on a GPU.)
+            graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU. Layers have fewer kernels
+                (``runners.graphs``, ``models.fused``). On a CPU nothing is captured, and padding makes steps slower.
+                (All but the capture itself is tested on the CPU; ``experiments/gpu`` has runs on a GPU.)
             quantization: torchao_int8, torchao_int4, bnb_int8, bnb_int4: quantizes linear layers while they are
                 loaded. The target is the quantized model. Checkpoints that are quantized already are recognised by
                 their config.json.

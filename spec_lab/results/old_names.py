@@ -12,6 +12,8 @@ from spec_lab.core.files import read_json
 
 TABLES = {"rounds": "forwards"}
 COLUMNS = {"round": "forward", "least_seconds": "lower_bound_seconds"}
+UNCOUNTED = {"uploads": np.int64, "captures": np.int64, "capture": np.float64}
+"""Columns of forwards that older versions do not have."""
 FIGURES = {"rounds": "steps"}
 """Entries of a summary."""
 
@@ -22,10 +24,12 @@ def table_names(name: str) -> list[str]:
 
 
 def with_columns(table: pa.Table) -> pa.Table:
-    """Return a table with today's names of columns. Uploads of forwards were not counted: 0."""
+    """Return a table with today's names of columns. What was not counted of forwards is 0."""
     table = table.rename_columns([COLUMNS.get(name, name) for name in table.column_names])
-    if "copies_after" in table.column_names and "uploads" not in table.column_names:
-        return table.append_column("uploads", pa.array(np.zeros(len(table), dtype=np.int64)))
+    if "copies_after" in table.column_names:
+        for name, dtype in UNCOUNTED.items():
+            if name not in table.column_names:
+                table = table.append_column(name, pa.array(np.zeros(len(table), dtype=dtype)))
     return table
 
 

@@ -20,6 +20,8 @@ FORWARDS = {
     "copies_before": (_WHOLE, "copies from the device to the host before the target's forward, counted on the CPU too"),
     "copies_after": (_WHOLE, "the same after it"),
     "uploads": (_WHOLE, "copies from the host to the device; none on the CPU"),
+    "captures": (_WHOLE, "forwards of new fixed shapes, which were captured as CUDA graphs (target.graphs)"),
+    "capture": (_REAL, "seconds of capturing them, which no other column counts"),
     "start": (_REAL, "seconds from the start of the arm's step 0 to the start of this one"),
     "propose": (_REAL, "seconds of drafting"),
     "propose_forward": (_REAL, "of these, seconds inside module calls of a draft model or heads"),

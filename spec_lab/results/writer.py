@@ -45,13 +45,15 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: in
         group, arm, turn: see ``schema``.
         first: number of the first step among those of all turns of the group.
     """
-    forwards, steps = [], []
+    forwards, steps, captured = [], [], 0.0
     last = {}  # each sequence's latest row
     numbers = numbered([sequence for info in infos for sequence in info.sequences])
     for number, info in enumerate(infos, first):
-        start = info.clock.seconds(infos[0].began, info.began)
+        timed = info.row()
+        start = info.clock.seconds(infos[0].began, info.began) - captured
+        captured += timed["capture"]
         key = {"group": group, "arm": arm, "forward": number}
-        forwards.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **info.row()})
+        forwards.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **timed})
         for sequence, row in zip(info.sequences, info.rows(), strict=True):
             sequence_number, parent = numbers[sequence]
             name = f"{sequence.request.id}/{arm}/{sequence_number}/{number}"

@@ -99,7 +99,7 @@ class CausalLM(DraftRunner):
             shares,
         )  # fmt: skip
         capture: Capture = CudaGraphs(self.device) if self.device.type == "cuda" else uncaptured
-        self.graphs = Graphs(self._packer, capture)
+        self.graphs = Graphs(self._packer, capture, self.clock)
         self.recurrence = Recurrence(model, self._packer, inference(self.run)) if recurrent else None
         self._asked: tuple[int, ...] = ()
 
@@ -286,7 +286,13 @@ class CausalLM(DraftRunner):
     def run(self, prepared: Forward, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. Called in inference mode."""
         self.forwards += 1 + len(prepared.early)
-        return prepared.run(self.call, timed or self.clock.phase("target_forward"))
+        return prepared.run(self.call, self._timed(timed))
+
+    def _timed(self, timed: Phase | None) -> Phase:
+        """The phase of a forward, whose clock has the captures as well."""
+        timed = timed or self.clock.phase("target_forward")
+        self.graphs.clock = timed.clock
+        return timed
 
     @inference
     def extend(
@@ -300,7 +306,7 @@ class CausalLM(DraftRunner):
         """See ``runner.DraftRunner``."""
         prepared = self._way.level(sequences, shape, rows, token)
         self.forwards += 1
-        with timed or self.clock.phase("target_forward"):
+        with self._timed(timed):
             return Extended(*prepared.compute(self.call))
 
     @property

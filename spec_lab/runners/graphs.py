@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
@@ -268,11 +269,13 @@ class Graphs:
     Args:
         packer: of the model; its forwards run in shapes as they come where no fixed shape fits.
         capture: a ``CudaGraphs``, or ``uncaptured``.
+        clock: records the phase "capture", which steps do not count as theirs: that of the next forward's caller.
         captured: the buckets that were captured so far, each with its buffers and its replay.
     """
 
     packer: Packer
     capture: Capture
+    clock: Clock
     captured: dict[tuple[Any, ...], tuple[Buffers, Callable[[], tuple[Tensor, Tensor | None]]]] = field(
         default_factory=dict
     )
@@ -410,7 +413,8 @@ class Graphs:
 
             while len(self.captured) >= MAX_GRAPHS:
                 del self.captured[next(iter(self.captured))]
-            replay = self.capture(forward)
+            with self.clock.phase("capture"):
+                replay = self.capture(forward)
         else:
             replay = self.captured.pop(key)[1]
         self.captured[key] = buffers, replay  # the last one used comes last

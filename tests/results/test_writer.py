@@ -165,6 +165,11 @@ def test_columns_of_older_versions_have_their_names_of_today():
     ]  # fmt: skip
 
 
+def test_what_older_versions_did_not_count_of_forwards_is_0():
+    table = old_names.with_columns(pa.table({"copies_after": [1]}))
+    assert table.to_pylist() == [{"copies_after": 1, "uploads": 0, "captures": 0, "capture": 0.0}]
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_run_of_the_version_before_is_read_and_resumed(tmp_path, gathered):
     recorder = Recorder(tmp_path)

@@ -158,7 +158,7 @@ def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
     phases = [info.seconds() for info in timed]
     for seconds, info, after in zip(phases, timed, done[2:], strict=True):
         seconds["between"] = clock.seconds(info.ended, after.began)
-        seconds["whole"] = clock.seconds(info.began, after.began)
+        seconds["whole"] = clock.seconds(info.began, after.began) - seconds["capture"]
     nodes = [info.draft.shape.nodes / info.draft.shape.roots for info in timed]
     depths = [float(info.draft.shape.depth.max()) for info in timed]
     names = (*PARTS, "target_forward", "whole")
