@@ -76,7 +76,7 @@ def kept_bytes(compute: Callable[[], Tensor], weights: Iterable[Tensor]) -> tupl
     def pack(tensor: Tensor) -> Tensor:
         if not tensor.is_mkldnn and (storage := tensor.untyped_storage())._cdata not in known:
             kept[storage._cdata] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # otherwise a node and the result that it saves would hold each other for ever
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = compute()

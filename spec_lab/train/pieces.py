@@ -18,6 +18,11 @@ LEAST = 64
 """Fewer rows at a time would read an LM head more often than they use it."""
 
 
+UNCOUNTED = torch.Tensor.detach, lambda kept: kept
+"""Hooks of saved tensors instead of those around them. A result that a node saves must be detached: otherwise node and
+result hold each other, and stay in memory where the loss does not depend on them."""
+
+
 def rows_at_once(width: int, device: torch.device) -> int:
     """Return how many rows of logits of this width are computed at a time."""
     whole = max(1, CHUNK // width)
@@ -93,7 +98,7 @@ class _Summed(torch.autograd.Function):
             learned, of_pieces = int(number in needed), list[Tensor]()
             for x, *rest in pieces(number, tensor):
                 x = x.detach().requires_grad_(bool(learned))
-                with torch.set_grad_enabled(bool(needed)), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+                with torch.set_grad_enabled(bool(needed)), saved_tensors_hooks(*UNCOUNTED):
                     loss = compute(number, (x, *rest))
                 total = total + loss.detach()
                 if not needed:
