@@ -19,8 +19,26 @@ from spec_lab.core.options import WrongOption
 from spec_lab.models import ranks
 
 STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
+TRAIN = "spec_lab.tasks.train.train"
 DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""
+
+UNUSED = {
+    RECOMMEND: (
+        "task=recommend chooses its own",
+        ("proposer", "policy"),
+        "; drafters to try are named in task.drafters",
+    ),
+    TRAIN: ("task=train learns the drafter of task.recipe, and uses no other", ("proposer", "policy", "verifier"), ""),
+}
+"""Tasks, each with why it does not use some parts, these parts, and what else can be said."""
+
+WITHOUT = {
+    "proposer": ("none", "spec_lab.propose.Null.load"),
+    "policy": ("none", "spec_lab.policy.none"),
+    "verifier": ("token", "spec_lab.verify.Token"),
+}
+"""Name and ``_target_`` of the part that a config has where none was chosen."""
 
 GGUF, SMOLLM2 = "spec_lab.models.gguf.load", "spec_lab.models.smollm2.load"
 REQUIRE_TRANSFORMERS = {
@@ -129,20 +147,22 @@ def check_texts(config: DictConfig) -> None:
         raise Refused(f"spec_lab: {qualified(str(error), 'task', given)}") from error
 
 
-def check_recommend(config: DictConfig) -> None:
-    """Refuse parts that a recommendation chooses, before they are built: drafters may calibrate, and policies measure.
+def check_unused(config: DictConfig) -> None:
+    """Refuse parts that a task does not use, before they are built: drafters may calibrate, and policies measure.
 
     Raises:
         Refused: names the part, and what to set instead.
     """
-    if (config.get("task") or {}).get("_target_") != RECOMMEND:
+    task = (config.get("task") or {}).get("_target_")
+    if task not in UNUSED:
         return
-    for part, without in (("proposer", "spec_lab.propose.Null.load"), ("policy", "spec_lab.policy.none")):
+    why, parts, more = UNUSED[task]
+    for part in parts:
+        name, without = WITHOUT[part]
         if (target := config[part].get("_target_")) != without:
-            raise Refused(
-                f"spec_lab: task=recommend chooses the {part} itself: set {part}=none, not {target}; drafters to try "
-                "are named in task.drafters"
-            )
+            raise Refused(f"spec_lab: {why} {part}: set {part}={name}, not {target}{more}")
+    if arms := list(config.get("arms") or {}):
+        raise Refused(f"spec_lab: {why} arms: leave out arms.{arms[0]}{more}")
 
 
 def check_gguf(config: DictConfig) -> None:

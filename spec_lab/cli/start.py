@@ -21,9 +21,9 @@ from spec_lab.cli.config_checks import (
     check_drawing,
     check_gguf,
     check_options,
-    check_recommend,
     check_texts,
     check_torchrun,
+    check_unused,
 )
 from spec_lab.cli.declarations import qualified
 from spec_lab.cli.redaction import overrides_of, written
@@ -173,7 +173,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     check_options(config)
     check_gguf(config)
     check_texts(config)
-    check_recommend(config)
+    check_unused(config)
     check_torchrun(config)
     import torch
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from spec_lab.cli.build import CONTRACTS, build, under_policy
 from spec_lab.cli.bundled import conf
-from spec_lab.cli.config_checks import check_drawing, check_gguf, check_recommend, check_texts
+from spec_lab.cli.config_checks import check_drawing, check_gguf, check_texts, check_unused
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import Part, check_declared, members, required
@@ -370,13 +370,14 @@ def test_texts_that_a_task_cannot_have_are_refused_before_the_target_is_read(opt
     check_texts(composed(*options[:1]))
 
 
-@pytest.mark.parametrize("options", [["proposer=ngram"], ["proposer=none", "policy=goodput"]])
-def test_what_a_recommendation_chooses_is_refused_before_it_is_built(options):
-    part = options[-1].partition("=")[0]
-    with pytest.raises(Refused, match=f"task=recommend chooses the {part} itself: set {part}=none"):
-        check_recommend(composed("task=recommend", *options))
-    check_recommend(composed("task=recommend", "proposer=none"))
-    check_recommend(composed(*options))
+@pytest.mark.parametrize("task", ["task=recommend", "+experiment=train_medusa"])
+@pytest.mark.parametrize("options", [["proposer=ngram"], ["policy=goodput"], ["+proposer@arms.other=ngram"]])
+def test_parts_that_a_task_does_not_use_are_refused_before_they_are_built(task, options):
+    part = options[0].partition("=")[0].removeprefix("+proposer@")
+    with pytest.raises(Refused, match=part):
+        check_unused(composed(task, "proposer=none", *options))
+    check_unused(composed(task, "proposer=none"))
+    check_unused(composed(*options))
 
 
 @pytest.mark.parametrize("experiment", ["certify", "llama_cpp_peers", "draft_tree"])
