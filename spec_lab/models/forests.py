@@ -82,13 +82,14 @@ class Checked(NamedTuple):
 
 
 @torch.inference_mode()
-def decode_forests(lm: Runner) -> list[Rows]:
+def decode_forests(lm: Runner, seed: int = 0) -> list[Rows]:
     """Return the logits of some steps whose nodes are partly rejected, each row once.
 
     Args:
         lm: decodes the forests, of chains if it requires them.
+        seed: of the tokens; the shapes of forwards are those of every other one.
     """
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
 
     def random_tokens(count: int) -> list[int]:
         return generator.integers(0, lm.vocabulary, count).tolist()

@@ -130,6 +130,24 @@ def test_every_fault_is_refused_without_a_copy_in_float32(mutant, dtype, monkeyp
         self_check.self_check(model, "spans")
 
 
+def test_every_captured_shape_is_replayed_with_other_tokens(monkeypatch):
+    replays = []
+
+    def counting(forward):
+        number = len(replays)
+        replays.append(0)
+
+        def replay():
+            replays[number] += 1
+            return forward()
+
+        return replay
+
+    monkeypatch.setattr(causal_lm, "uncaptured", counting)
+    self_check.self_check(tiny_model(), "spans", fixed=True)
+    assert len(replays) > 2 and min(replays) >= 2
+
+
 def test_kernels_that_are_wrong_in_one_data_type_are_refused_with_the_one_that_works(monkeypatch, caplog):
     """In forwards of one row only, which few of the check's rows are."""
     model, forward = tiny_model(dtype=BF16), nn.Linear.forward
