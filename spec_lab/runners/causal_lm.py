@@ -218,7 +218,7 @@ class CausalLM(DraftRunner):
         packer = self._packer if self.recurrence is None else self.recurrence.packer
         states = None if self.recurrence is None else self.recurrence.memory
         sizes = memory_of(self.model, packer.chunk, self.cells.uniform, self._kv_itemsize, packer.dense, states)
-        return None if sizes is None else replace(sizes, narrower=not why_no_kv_dtype(self.model))
+        return None if sizes is None else replace(sizes, narrower=not why_no_kv_dtype(self.model), graphs=self.fixed)
 
     @property
     def _kv_itemsize(self) -> int:

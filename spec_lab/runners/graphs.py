@@ -280,6 +280,7 @@ class Graphs:
         default_factory=dict
     )
     _generation: int = -1
+    _outputs: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def cells(self) -> Cells:
@@ -391,6 +392,17 @@ class Graphs:
                 return size - 1
             size *= 2
 
+    def _shared(self, name: str, output: Tensor) -> Tensor:
+        """Copy an output into the memory that those of all shapes have in common: each is read before the next replay.
+
+        128 captured outputs of 64 rows and 128,000 logits would take 2 GB. The memory grows in powers of two; graphs of
+        smaller outputs keep what they were captured with.
+        """
+        memory, size = self._outputs.get(name), output.numel()
+        if memory is None or memory.dtype != output.dtype or len(memory) < size:
+            memory = self._outputs[name] = output.new_empty(1 << (size - 1).bit_length())
+        return memory[:size].view(output.shape).copy_(output)
+
     def run(self, given: FixedForward, call: ModelCall) -> tuple[Tensor, Tensor | None]:
         """``FixedForward.compute``. Another choice of captured hidden states is another graph."""
         device, kinds = self.packer.device, self.packer.kinds
@@ -409,7 +421,8 @@ class Graphs:
 
             def forward() -> tuple[Tensor, Tensor | None]:
                 pack = FixedPack(self.cells, kinds, self.packer.counting, given.bucket, buffers, self.packer.dtype)
-                return call(buffers.ids, buffers.positions, pack, None, buffers.wanted)
+                logits, hidden = call(buffers.ids, buffers.positions, pack, None, buffers.wanted)
+                return self._shared("logits", logits), None if hidden is None else self._shared("hidden", hidden)
 
             while len(self.captured) >= MAX_GRAPHS:
                 del self.captured[next(iter(self.captured))]

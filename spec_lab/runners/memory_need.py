@@ -45,6 +45,7 @@ class ModelMemory:
         uniform: whether all sequences have as many cells as the longest.
         recurrent: of a model with recurrent layers.
         narrower: whether keys and values can be stored in a narrower data type.
+        graphs: whether decoding steps are captured.
     """
 
     weights: int
@@ -59,6 +60,7 @@ class ModelMemory:
     uniform: bool = False
     recurrent: StateMemory | None = None
     narrower: bool = True
+    graphs: bool = False
 
     def kv_bytes(self, reserves: Sequence[int]) -> int:
         """Return the bytes of the KV cache of sequences with room for so many positions, open together."""
@@ -100,6 +102,7 @@ class MemoryNeed:
     Args:
         kv_cache: of the target, and ``draft_kv_cache``: of draft models.
         recurrent_states: of the target, with their snapshots.
+        graphs: of the target, outputs that captured steps share.
         logits: of the rows of a step, and their probabilities.
         activations: inside a forward, attention masks included.
     """
@@ -109,17 +112,19 @@ class MemoryNeed:
     logits: int
     activations: int
     recurrent_states: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return self.kv_cache + self.draft_kv_cache + self.logits + self.activations + self.recurrent_states
+        parts = (self.kv_cache, self.draft_kv_cache, self.logits, self.activations, self.recurrent_states, self.graphs)
+        return sum(parts)
 
     def __str__(self) -> str:
         parts = {
             "KV cache": self.kv_cache, "KV cache of draft models": self.draft_kv_cache,
             "recurrent states": self.recurrent_states, "logits and probabilities": self.logits,
-            "activations": self.activations,
+            "activations": self.activations, "outputs of CUDA graphs": self.graphs,
         }  # fmt: skip
         return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
 
@@ -135,7 +140,8 @@ def need(model: ModelMemory, decoding: Decoding, draft_bytes: DraftBytes = lambd
     least one block, takes as much as the longest sequence. Logits are counted once, and twice as probabilities.
     Activations are those of the larger one of two forwards: of all prompts' largest chunks, and of a step with all
     drafts; a sequence of which several rows are computed has an additive mask of these rows over its cells, unless it
-    is a prompt of one chunk.
+    is a prompt of one chunk. Outputs of captured steps lie in memory that grows in powers of two and is kept
+    (``graphs.Graphs``): at most four times the largest one.
     """
     prompts = decoding.together()
     ends = [min(prompt + decoding.max_new_tokens, decoding.context) for prompt in prompts]
@@ -151,8 +157,11 @@ def need(model: ModelMemory, decoding: Decoding, draft_bytes: DraftBytes = lambd
         _activations(model, row, chunks, [end if end > model.chunk else 0 for end in prompts]),
         _activations(model, row, [step] * len(prompts), reserves if decoding.rows else [0] * len(prompts)),
     ]
+    graphs = 4 * len(prompts) * step * (model.vocabulary + decoding.states * model.hidden) * model.itemsize
     states = 0 if model.recurrent is None else len(prompts) * model.recurrent.bytes(decoding.rows)
-    return MemoryNeed(model.kv_bytes(reserves + kept), draft_bytes(ends), logits, max(forwards), states)
+    return MemoryNeed(
+        model.kv_bytes(reserves + kept), draft_bytes(ends), logits, max(forwards), states, graphs * model.graphs
+    )
 
 
 def _activations(model: ModelMemory, row: int, rows: Sequence[int], cells: Sequence[int]) -> int:

@@ -103,6 +103,23 @@ def test_hidden_states_and_logits_are_those_of_a_forward_without_fixed_shapes(la
             torch.testing.assert_close(output.observed(tree, nodes), expected, rtol=0, atol=1e-10)
 
 
+def test_outputs_of_all_shapes_lie_in_one_memory():
+    outputs = []
+
+    def capture(forward):
+        outputs.append(forward())
+        return lambda: forward()
+
+    lm = fixed(tiny_model(), capture)
+    lm.capture((0, 2))
+    world = started(lm, [9])
+    for shape in (chain(7), chain(3), TREE, chain(1)):
+        world.step([shape], [()])
+    for number, output in enumerate(zip(*outputs, strict=True)):
+        assert len({tensor.untyped_storage().data_ptr() for tensor in output[1:]}) == 1, number
+    assert len({logits.shape for logits, _ in outputs}) > 2
+
+
 def test_what_one_forward_returned_is_not_overwritten_by_the_next():
     lm = fixed(tiny_model(), replayed)
     lm.capture((-1,))

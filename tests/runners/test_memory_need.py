@@ -57,6 +57,12 @@ def test_recurrent_states_have_a_snapshot_and_inputs_where_drafts_may_be_rejecte
     assert "recurrent states 4.3 KiB" in str(drafts)
 
 
+def test_outputs_of_captured_steps_are_kept():
+    model, run = replace(MODEL, graphs=True), replace(RUN, rows=3, states=2)
+    assert need(model, run).graphs == 4 * 2 * 4 * (100 + 2 * 8) * 4
+    assert need(model, run).total - need(model, run).graphs == need(MODEL, run).total
+
+
 def test_no_narrower_kv_cache_is_advised_where_the_model_refuses_it():
     most = need(MODEL, RUN).total
     advised = [what_fits(replace(MODEL, narrower=narrower), RUN, most - 1) for narrower in (True, False)]

@@ -23,7 +23,10 @@ def checked(tmp_path, room=None, run=None, **changes):
 
 def test_a_run_that_fits_records_what_it_needs(tmp_path):
     facts = checked(tmp_path, 2**30)
-    parts = [f"{name}_bytes" for name in ("kv_cache", "draft_kv_cache", "recurrent_states", "logits", "activations")]
+    parts = [
+        f"{name}_bytes"
+        for name in ("kv_cache", "draft_kv_cache", "recurrent_states", "graphs", "logits", "activations")
+    ]
     assert facts["decoding_bytes"] == sum(facts[name] for name in parts) and facts["available_bytes"] == 2**30
     assert facts["kv_cache_bytes"] == 2 * 256 * (2 * 2 * 16) * 8, "two sequences, layers, heads of 8 keys and values"
 
