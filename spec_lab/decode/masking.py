@@ -50,14 +50,14 @@ class Masking:
         if self.constraint is None:
             return draft
         self.draft_seconds = 0.0 if self.of_draft is None else self.of_draft.seconds
-        with clock.phase("mask"):
+        with clock.stage("mask"):
             draft, self._pending = self.constraint.masks(self.states, draft, self.of_draft, read)
         return draft
 
     def wait(self, clock: Clock) -> None:
         """Wait for masks that are computed during the target's forward."""
         if isinstance(self._pending, Future):
-            with clock.phase("wait"):
+            with clock.stage("wait"):
                 self._pending = self._pending.result()
         if self._pending is not None and self.constraint is not None:
             self.masks, self.failed, seconds = self._pending

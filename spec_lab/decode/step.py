@@ -53,23 +53,23 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
     start = Start.of(sequences, chunks, clock.mark())
     if not sequences:
         return _only_chunks(arm, start)
-    with clock.phase("propose"):  # 1. Draft.
+    with clock.stage("propose"):  # 1. Draft.
         masking = Masking(arm.constraint, sequences)
         deferred = masking.constraint is None and arm.target.lm.device.type != "cpu"
         batch = Batch(arm.target, start.sequences, arm.draws, clock, masking.of_draft, read, deferred=deferred)
         draft = propose(arm, batch) if masking.supports_drafts else no_draft(len(sequences), batch.device)
     draft = masking.mask(draft, clock, read)  # 2. Masks of the forest, perhaps in a thread during the forward.
     before = read.copies
-    with clock.phase("target"):  # 3. The target's forward.
+    with clock.stage("target"):  # 3. The target's forward.
         output, forest = forward(arm.target.lm, start, draft)
     masking.wait(clock)
-    with clock.phase("probabilities"):  # 4. Target probabilities p.
+    with clock.stage("probabilities"):  # 4. Target probabilities p.
         p = target_distribution(arm, start.sequences, draft, output, masking.on_target)
-    with clock.phase("verify"):  # 5. The distribution of where accepted paths end, sampled; the one copy to the host.
+    with clock.stage("verify"):  # 5. The distribution of where accepted paths end, sampled; the one copy to the host.
         recorder, wanted = StepRecorder(arm, draft, start.sequences), p.verify()
         wanted |= recorder.wanted(p, wanted) | _required(arm.proposer.requires, output, forest)
         host = p.settle(dict(zip(wanted, read(*wanted.values()), strict=True)))
-    with clock.phase("commit"):  # 6. Commit: tokens, KV cache, constraint states.
+    with clock.stage("commit"):  # 6. Commit: tokens, KV cache, constraint states.
         broken = _broken(draft, host, masking, start.sequences)
         ends = {tree: finish for tree, (finish, _) in broken.items()}
         committed = arm.commit(
@@ -213,9 +213,9 @@ def _only_chunks(arm: Arm, start: Start) -> StepInfo:
     """A step in which no sequence is decoded."""
     lm = arm.target.lm
     clock, draft, nothing = lm.clock, no_draft(0, lm.device), np.empty(0)
-    with clock.phase("target"):
+    with clock.stage("target"):
         output, _ = forward(lm, start, draft)
-    with clock.phase("commit"):
+    with clock.stage("commit"):
         _observe(arm, start, [], draft, [], output, {})
     return start.done(
         draft, [], output.attended, clock, {}, expected=nothing, expected_emitted=nothing, given="draft", empty=nothing

@@ -43,7 +43,7 @@ class StepInfo:
         errors: error messages, by sequence.
         clock: of the target's runner; reads the marks.
         began, ended: when the step began and ended, as marks of the clock.
-        spans: the phases, and the module calls of target and proposer.
+        spans: the phases, each from the end of the one before it, and the module calls of target and proposer.
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
         copies_before, copies_after: copies from the device to the host, before and after the target's forward.
         uploads: copies from the host to the device; none on the CPU.
