@@ -1,9 +1,9 @@
-"""Decoder layers in fewer kernels, for forwards of fixed shapes: merged linear layers, norms, and rotary attention.
+"""Decoder layers in fewer kernels, for GPUs and fixed shapes: merged linear layers, norms, and rotary attention.
 
-A captured forward of few rows takes as long as its kernels, most of which read next to nothing: transformers' layer of
-a Llama has 37 operators, of which four read weights. Here a layer has 17 (``experiments/gpu``). A module is changed
-only if the replacement computes the same on random inputs, up to rounding: families that do something else stay as they
-are. Attention is replaced in forwards of fixed shapes only, so that plain forwards are an oracle of it.
+A forward of few rows takes as long as its kernels, or as their launches where it is not captured, and most of them read
+next to nothing: transformers' layer of a Llama has 37 operators, of which four read weights. Here a layer has 16. A
+module is changed only if the replacement computes the same on random inputs, up to rounding: families that do something
+else stay as they are. Attention is replaced in forwards over cells only, so that plain forwards are an oracle of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.models.merged import MergedLinear, merge
-from spec_lab.runners.attention import SPANS, AttentionKind, CellCache, cell_attention
+from spec_lab.runners.attention import SPANS, AttentionKind, CellCache, Pack, cell_attention
 from spec_lab.runners.graphs import FixedPack
 from spec_lab.runners.softmax import Softmax
 
@@ -57,6 +57,21 @@ def fuse(model: Any) -> int:
     finally:
         model.set_attn_implementation(before)
     return changed
+
+
+def unfuse(model: Any) -> None:
+    """Let a model's modules compute as transformers' own do; linear layers stay merged."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, FusedAttention) or (isinstance(forward, partial) and forward.func is _norm):
+            del module.forward
+
+
+def on_one_gpu(model: Any) -> bool:
+    """Return whether all of a model is on one GPU: there fewer launches are faster in every forward."""
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    whole = len(devices) <= 1 and (getattr(model, "tp_size", None) or 1) == 1
+    return model.device.type == "cuda" and whole
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------
@@ -134,12 +149,12 @@ class FusedAttention:
         return FusedAttention(module, counts[0], counts[1], epsilon)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Compute a forward of fixed shape; others are those of the module's class."""
+        """Compute a forward over cells; others are those of the module's class."""
         pack, rotation = named.get(cache_argument(self.module)), named.get("position_embeddings")
-        if isinstance(pack, FixedPack) and rotation is not None and "hidden_states" in named and not given:
+        if isinstance(pack, Pack | FixedPack) and not pack.dense and rotation is not None and not given:
             cos, sin = rotation
-            if cos.shape[-1] == self.module.head_dim:
-                factors = pack.once(sin, lambda: turning(cos, sin, pack.bucket.streams))
+            if cos.shape[-1] == self.module.head_dim and "hidden_states" in named:
+                factors = pack.once(sin, lambda: turning(cos, sin, pack.streams))
                 return self.attend(named["hidden_states"], factors, pack), None
         return type(self.module).forward(self.module, *given, **named)
 

@@ -78,3 +78,19 @@ def merge(model: Any) -> int:
                 setattr(module, name, MergedOutput(first) if number else first)
             changed += 1
     return changed
+
+
+def plain_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters, dense, by the names that they had before ``merge``."""
+    weights: dict[str, Tensor] = {}
+    for name, weight in module.named_parameters():
+        first, _, end = name.rpartition(".joint.")
+        parent, _, last = first.rpartition(".")
+        layers = next((names for names in TOGETHER if names[0] == last), ())
+        if not first or not layers:
+            weights[name] = weight.to_dense()
+            continue
+        sizes = module.get_submodule(first).sizes
+        for layer, part in zip(layers, weight.to_dense().split(sizes), strict=True):
+            weights[f"{parent}.{layer}.{end}" if parent else f"{layer}.{end}"] = part
+    return weights

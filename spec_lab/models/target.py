@@ -17,7 +17,7 @@ from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
-from spec_lab.models.fused import fuse
+from spec_lab.models.fused import fuse, on_one_gpu
 from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack, unpack
@@ -121,7 +121,7 @@ class Target:
             Unsupported: it fails the self-check, or the rows of its LM head cannot be selected.
         """
         settings = self.lm.model_settings._replace(kv_dtype=None)
-        if settings.fixed:
+        if settings.fixed or on_one_gpu(model):
             fuse(model)
         _pack_checked(model, settings.attention, sha256, self.cache, settings.fixed)
         if rows is not None:
@@ -215,7 +215,7 @@ class Target:
         sha256 = weights_hash(folder)
         source = source_sha256(folder, sha256)
         cache = ProcessCache() if cache is None else cache
-        if graphs:
+        if graphs or on_one_gpu(model):
             fuse(model)
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
             check = checked(model, attention, sha256, cache, graphs)

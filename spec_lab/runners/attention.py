@@ -180,15 +180,24 @@ class CellCache:
     Attributes:
         dense: whether ``update`` returns all keys and values as tensors, and not what reads cells.
         positions: ``[1, N]`` of the rows.
+        streams: S, of which each has as many of the rows; 1 where they are not told apart.
     """
 
     is_compileable = False
     dense: bool = False
+    streams: int = 1
     positions: Tensor
+    _made: dict[int, tuple[Tensor, Any]]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
         raise NotImplementedError
+
+    def once(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returned for this tensor in an earlier layer of the forward, or returns now."""
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, make()
+        return self._made[id(tensor)][1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         """Zero: positions are always explicit."""
@@ -225,6 +234,7 @@ class Pack(CellCache):
     counting: Mapping[int, torch.device] = field(default_factory=dict)
     advances: Sequence[Advance] = ()
     _elsewhere: dict[torch.device, Self] = field(default_factory=dict, init=False)
+    _made: dict[int, tuple[Tensor, Any]] = field(default_factory=dict, init=False)
 
     @cached_property
     def targets(self) -> list[tuple[int, int, int, slice | Tensor]]:

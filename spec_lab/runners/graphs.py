@@ -183,7 +183,7 @@ class FixedPack(CellCache):
         dtype: torch.dtype,
     ) -> None:
         self.cells, self.kinds, self.counting, self.bucket, self.given = cells, kinds, counting, bucket, given
-        self.positions = given.positions
+        self.positions, self.streams = given.positions, bucket.streams
         self.masks = {kind: self._mask(kind, dtype) for kind in {FULL, *kinds.values()}}
         self._repeated: dict[tuple[AttentionKind, int], Tensor] = {}
         self._made: dict[int, tuple[Tensor, Any]] = {}
@@ -194,12 +194,6 @@ class FixedPack(CellCache):
             mask = self.masks[kind][:, None].expand(-1, groups, -1, -1)
             self._repeated[kind, groups] = mask.reshape(mask.shape[0], 1, -1, mask.shape[3])
         return self._repeated[kind, groups]
-
-    def once(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returned for this tensor in an earlier layer of the forward, or returns now."""
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, make()
-        return self._made[id(tensor)][1]
 
     def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
         given, bucket = self.given, self.bucket

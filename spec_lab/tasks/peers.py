@@ -24,6 +24,7 @@ from spec_lab.core.request import Request
 from spec_lab.drafters.draft_model.loading import check_same_tokens
 from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.fused import unfuse
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack
 from spec_lab.models.support import use_own_attention
@@ -254,6 +255,7 @@ def as_transformers_runs_it(target: Target) -> Any:
     model = target.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)
+    unfuse(model)
     use_own_attention(model)
     model.generation_config = GenerationConfig()  # without the checkpoint's own sampling defaults
     return model

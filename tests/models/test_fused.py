@@ -1,5 +1,7 @@
 """Decoder layers in fewer kernels: the same logits, and only modules that compute what their replacement does."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from spec_lab.core.draft import Draft, empty
 from spec_lab.core.shape import chain, forest
-from spec_lab.models.fused import FusedAttention, fuse
+from spec_lab.models.fused import FusedAttention, fuse, on_one_gpu, unfuse
 from spec_lab.models.merged import merge
 from spec_lab.runners.causal_lm import CausalLM
 from tests.runners.replays import replayed
@@ -31,16 +33,42 @@ def fixed(model):
     return lm
 
 
+@pytest.mark.parametrize("runner", [CausalLM, fixed])
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
-def test_every_family_decodes_scattered_forests_exactly(family):
+@pytest.mark.one_in(2)
+def test_every_family_decodes_scattered_forests_exactly(family, runner):
     model, oracle = tiny_model(family), tiny_model(family)
     fuse(model)
     assert bool(replaced(model)) == (family in ROTARY)
-    life(fixed(model), oracle)
+    life(runner(model), oracle)
 
 
+def test_a_model_is_given_back_the_code_of_transformers():
+    model, plain = tiny_model("qwen3", torch.float32), tiny_model("qwen3", torch.float32)
+    merge(plain)
+    fuse(model)
+    unfuse(model)
+    tokens = torch.tensor([[3, 1, 4]])
+    assert torch.equal(model(tokens).logits, plain(tokens).logits) and not replaced(model)
+
+
+def test_dense_attention_stays():
+    model = tiny_model()
+    fuse(model)
+    life(CausalLM(model, "dense"), tiny_model())
+
+
+def test_a_model_on_one_gpu_is_one_that_is_not_split():
+    model = SimpleNamespace(device=torch.device("cuda"))
+    assert on_one_gpu(model) and not on_one_gpu(tiny_model())
+    assert on_one_gpu(SimpleNamespace(**vars(model), hf_device_map={"": 0}))
+    assert not on_one_gpu(SimpleNamespace(**vars(model), hf_device_map={"model.layers.0": 0, "lm_head": 1}))
+    assert not on_one_gpu(SimpleNamespace(**vars(model), tp_size=2))
+
+
+@pytest.mark.parametrize("runner", [CausalLM, fixed])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_norms_and_attention_in_float32_have_the_logits_of_transformers(family):
+def test_norms_and_attention_in_float32_have_the_logits_of_transformers(family, runner):
     logits, generator = [], torch.Generator().manual_seed(0)
     draft = random_draft(forest((TREE, chain(3))), np.random.default_rng(5))
     for change in (merge, fuse):
@@ -49,7 +77,7 @@ def test_norms_and_attention_in_float32_have_the_logits_of_transformers(family):
             if parameter.dim() == 1:
                 parameter.data.uniform_(0.5, 2.0, generator=generator.manual_seed(len(parameter)))
         change(model)
-        lm = fixed(model)
+        lm = runner(model)
         sequences = [lm.open(), lm.open()]
         lm.forward(sequences, [[1, 2, 3], [5, 6, 7, 8]], empty(2))
         logits.append(lm.forward(sequences, [[9], [4, 2]], draft).logits)

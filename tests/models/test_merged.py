@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_lab.models.merged import merge
+from spec_lab.models.merged import merge, plain_weights
 from tests.tiny import FAMILIES, tiny_model
 
 BOTH, MLP, NONE = 4, 2, 0  # merged modules of two layers
@@ -42,3 +42,12 @@ def test_a_model_that_calls_its_layers_in_another_order_is_found_out():
     merge(layers)
     with pytest.raises(RuntimeError, match="order"):
         layers["up_proj"](torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_parameters_of_a_merged_module_have_their_names_from_before(family):
+    model, merged = tiny_model(family), tiny_model(family)
+    merge(merged)
+    before = dict(model.named_parameters())
+    after = plain_weights(merged)
+    assert set(after) == set(before) and all(torch.equal(after[name], before[name]) for name in before)

@@ -20,6 +20,7 @@ from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.eagle.conventions import usual_taps
 from spec_lab.drafters.eagle.files import write_eagle3
 from spec_lab.drafters.eagle.network import Eagle3, Eagle3Settings
+from spec_lab.models.merged import plain_weights
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.train.chain import ChainObjective, Unrolled
@@ -203,7 +204,7 @@ def begin_as_target(network: Eagle3, target: Any) -> None:
         ValueError: its last layer has other tensors, or other shapes.
     """
     h, parameters = network.settings.hidden_size, dict(network.body.layers[0].named_parameters())
-    given = {name: weight.to_dense() for name, weight in target.layers[-1].named_parameters()}  # they may be packed
+    given = plain_weights(target.layers[-1])
     halves = {f"self_attn.{name}_proj.weight" for name in "qkv"}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     shapes |= {name: (shapes[name][0], h) for name in halves & shapes.keys()}
