@@ -26,6 +26,8 @@ from experiments.plots import (
 SWEEPS = {"llama.cpp": "llama.cpp", "transformers": "transformers", "heads": "transformers"}
 """Folders of the sweeps, and the engine of each; those that were not run are left out."""
 
+ENGINES = ("llama.cpp", "transformers")
+
 HEADS = {"eagle3": "EAGLE-3, chain", "eagle3_tree": "EAGLE-3, tree", "medusa": "Medusa tree", "block": "DFlash block"}
 UNTRAINED = {
     "ngram": "n-gram, 10",
@@ -36,7 +38,7 @@ UNTRAINED = {
 ARMS = UNTRAINED | HEADS
 """Names of the arms in figure and tables, in their order."""
 
-BASELINE = ("baseline_tokens_per_second", "baseline_roofline_share")
+BASELINE = ["baseline_tokens_per_second", "baseline_roofline_share"]
 
 
 def results(runs: Path) -> pd.DataFrame:
@@ -56,7 +58,7 @@ def places(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
     """Return a title for each engine and temperature, and which rows of ``table`` belong to it."""
     return [
         (f"{engine}, T = {temperature:g}", (table["engine"] == engine) & (table["temperature"] == temperature))
-        for engine in dict.fromkeys(SWEEPS.values())
+        for engine in ENGINES
         for temperature in sorted(table.loc[table["engine"] == engine, "temperature"].unique())
     ]
 
@@ -72,8 +74,7 @@ def draw(table: pd.DataFrame) -> Figure:
 def written(table: pd.DataFrame) -> str:
     """Return the study's results: the finding, and speed-up and tau of each arm by engine and temperature."""
     here = places(table)
-    first = [table[rows].iloc[0] for _, rows in here]
-    facts = [f"{row[BASELINE[0]]:.0f} ({percent(row[BASELINE[1]])})" for row in first]
+    facts = ["{} ({})".format(*baseline(table[rows])) for _, rows in here]
     lines = [["", *(title for title, _ in here)], ["baseline, tokens/s (roofline share)", *facts]]
     for arm in ordered(list(table["arm"]), [*ARMS]):
         cells = [row_where(table[rows], arm=arm) for _, rows in here]
@@ -83,32 +84,37 @@ def written(table: pd.DataFrame) -> str:
     return f"**{finding(table)}**\n\n{figure}\n\n{markdown(lines)}"
 
 
+def baseline(table: pd.DataFrame) -> tuple[str, str]:
+    """Return the baseline's tokens per second and roofline share, the mean over the sweeps that the rows are of."""
+    rate, share = table[BASELINE].drop_duplicates().mean()
+    return f"{rate:.0f}", percent(share)
+
+
 def finding(table: pd.DataFrame) -> str:
-    """Say of each engine how many drafts are faster than its baseline with their whole interval."""
+    """Say of each engine which drafts are faster than its baseline with their whole interval."""
     parts = []
-    for engine in ordered(list(table["engine"]), [*SWEEPS.values()]):
+    for engine in ordered(list(table["engine"]), ENGINES):
         speeds = table[table["engine"] == engine]
         faster = speeds[speeds["speedup_low"] > 1]
-        what = f"{len(faster)} of {len(speeds)} drafts gain on {engine}"
+        parts.append(f"by {engine} {len(faster)} of {len(speeds)} drafts (T = 0 and 1 counted apart)")
         if len(faster):
             best = faster.loc[faster["speedup"].idxmax()]
-            what += f", the most {ARMS.get(best['arm'], best['arm'])} ({best['speedup']:.2f} at T = "
-            what += f"{best['temperature']:g})"
-        parts.append(what)
-    return "; ".join(parts) + "."
+            name, where = ARMS.get(best["arm"], best["arm"]), f"{best['speedup']:.2f} at T = {best['temperature']:g}"
+            parts[-1] += f", the most {name} ({where})"
+    return f"Faster than the same engine's baseline with the whole interval: {'; '.join(parts)}."
 
 
 def headline(table: pd.DataFrame) -> str:
     """Return the table of the repository's README: of each engine the fastest draft without training, and head."""
     rows = [["engine", "T", "baseline, tokens/s", "roofline share", "fastest without training", "fastest trained head"]]
     for title, here in places(table):
-        part = table[here].sort_values("speedup", ascending=False).to_dict("records")
+        part = table[here].sort_values("speedup", ascending=False)
         cells = []
         for arms in (UNTRAINED, HEADS):
-            best = next((row for row in part if row["arm"] in arms), None)
+            best = next((row for row in part.to_dict("records") if row["arm"] in arms), None)
             cells.append(f"{arms[best['arm']]}: {shown(best)}, {best['tau_macro']:.2f}" if best else "-")
         engine, _, temperature = title.partition(", T = ")
-        rows.append([engine, temperature, f"{part[0][BASELINE[0]]:.0f}", percent(part[0][BASELINE[1]]), *cells])
+        rows.append([engine, temperature, *baseline(part), *cells])
     what = (
         "SmolLM2-135M-Instruct, a public chat model (Q4_1; llama.cpp computes the file, transformers the same weights "
         "in bfloat16), on Spec-Bench at batch 1 ([study](experiments/real_model)): speed-up over the same engine's "
