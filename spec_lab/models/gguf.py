@@ -130,8 +130,8 @@ def load(
         lm = LlamaCpp(model, settings, work_of(file, kv_dtype) if gpu_layers == 0 else None)
     return Target(
         lm, read, path, context or limit, sha256, measured.error, cache, stops=model.ends | file.ends,
-        parts=GGUFServices(file), source_sha256=file.source_sha256, tolerance=measured.allowed,
-        checked_in_float32=measured.in_float32,
+        parts=GGUFServices(file), source_sha256=file.source_sha256, gguf_file=path,
+        tolerance=measured.allowed, checked_in_float32=measured.in_float32,
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class Target:
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``model``.
         source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
         folder: of the files of a checkpoint of transformers; None for another target.
+        gguf_file: path of the GGUF file that the weights are from; empty if they are from none.
         tolerance: largest error that the self-check allows; None of a model that was not checked.
         checked_in_float32: whether it checked masks and positions in float32 or float64; None of a model that was not
             checked.
@@ -64,6 +65,7 @@ class Target:
     parts: TargetServices | None = None
     source_sha256: str = ""
     folder: Path | None = None
+    gguf_file: str = ""
     tolerance: float | None = None
     checked_in_float32: bool | None = None
 
@@ -224,7 +226,8 @@ class Target:
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
             lm, tokenizer, path, limit, sha256, check.error, cache, source_sha256=source, folder=folder,
-            tolerance=check.allowed, checked_in_float32=check.in_float32,
+            gguf_file=path if path.endswith(".gguf") else "", tolerance=check.allowed,
+            checked_in_float32=check.in_float32,
         )  # fmt: skip
 
 

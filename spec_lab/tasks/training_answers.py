@@ -213,8 +213,8 @@ def _writer(lab: Lab, generate: str | None) -> Target:
     """
     if generate is None:
         return lab.target
-    path = lab.target.name if generate == "gguf" else generate
-    if not path.endswith(".gguf"):
+    path = lab.target.gguf_file if generate == "gguf" else generate
+    if not path:
         raise WrongOption(
             f"generate=gguf is of a target in a GGUF file, and this one is {lab.target.name}: name a GGUF file of it, "
             "or set generate to null, so that the target answers itself"

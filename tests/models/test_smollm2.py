@@ -35,6 +35,7 @@ def test_transformers_computes_the_file_and_no_code_of_the_package_runs(package,
     convert(str(with_zoo_tokenizer(tmp_path / "tiny")), package / "SmolLM2-135M-Instruct.Q4_1.gguf")
     target = smollm2.load(engine="transformers", dtype="float32", context=100)
     assert target.context == 100 and target.name == "SmolLM2-135M-Instruct.Q4_1" and target.source_sha256
+    assert target.gguf_file == str(package / "SmolLM2-135M-Instruct.Q4_1.gguf")
     assert "a_package_of_smollm2" not in sys.modules
 
 
