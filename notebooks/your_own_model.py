@@ -81,8 +81,7 @@ print(f"{len(lines)} questions: {len(learned)} to learn from, {len(measured)} to
 #     output_dir=trained 2>log.txt || cat log.txt
 
 # %% [markdown]
-# Before the answers are written, the first lines say how long it takes and which tau pays on this machine. On so slow
-# an engine a head need not be good to pay.
+# The first lines are printed before the answers are written: how long it takes, and which tau pays on this machine.
 
 # %%
 import matplotlib.pyplot as plt
@@ -115,11 +114,11 @@ figure.tight_layout()
 #
 # On questions that the training has not seen, two arms take turns with the baseline, which decodes one token per
 # forward: the heads just trained, and prompt lookup, which needs no training. The heads draft a tree: three candidates,
-# and two children of each.
+# and the likeliest child of each.
 
 # %% language="bash"
 # python -m spec_lab target=smollm2 target.engine=transformers prompts=spec_bench prompts.path=measure.jsonl \
-#     prompts.template=checkpoint proposer=medusa proposer.path=trained/drafter proposer.tree=3x2 \
+#     prompts.template=checkpoint proposer=medusa proposer.path=trained/drafter proposer.tree=3x1 \
 #     +proposer@arms.ngram=ngram arms.ngram.depth=3 sampling=temperature_1 max_new_tokens=32 threads=1 \
 #     output_dir=measured 2>log.txt || cat log.txt
 
@@ -166,7 +165,7 @@ figure.tight_layout()
 # %% language="bash"
 # python -m spec_lab +experiment=certify target=smollm2 target.engine=transformers prompts=spec_bench \
 #     prompts.path=measure.jsonl prompts.template=checkpoint prompts.limit=4 proposer=medusa \
-#     proposer.path=trained/drafter proposer.tree=3x2 task.samples=1000 task.tokens=64 max_new_tokens=16 threads=1 \
+#     proposer.path=trained/drafter proposer.tree=3x1 task.samples=1000 task.tokens=64 max_new_tokens=16 threads=1 \
 #     output_dir=certified 2>log.txt || cat log.txt
 
 # %% [markdown]
