@@ -43,7 +43,10 @@ def fuse(model: Any) -> int:
         if epsilon := epsilon_of(module):
             setattr(module, "forward", partial(_norm, module, epsilon))  # noqa: B010 (mypy: a method is assigned)
             changed += 1
-    candidates = [module for module in model.modules() if isinstance(getattr(module, "q_proj", None), MergedLinear)]
+    candidates = [
+        module for module in model.modules()
+        if isinstance(getattr(module, "q_proj", None), MergedLinear) and "forward" not in vars(module)
+    ]  # fmt: skip
     if not candidates or not getattr(model, "_can_set_attn_implementation", lambda: True)():
         return changed
     before = model.config._attn_implementation

@@ -52,6 +52,17 @@ def test_a_model_is_given_back_the_code_of_transformers():
     assert torch.equal(model(tokens).logits, plain(tokens).logits) and not replaced(model)
 
 
+def test_modules_with_another_forward_stay():
+    """As hooks of accelerate replace it, and as it is where a model is fused already."""
+    model = tiny_model("llama", torch.float32)
+    first = model.model.layers[0]
+    for module in (first.self_attn, first.input_layernorm):
+        module.forward = before = type(module).forward.__get__(module)
+        fuse(model)
+        assert module.forward is before
+    assert len(replaced(model)) == 1 and fuse(model) == 0
+
+
 def test_dense_attention_stays():
     model = tiny_model()
     fuse(model)
