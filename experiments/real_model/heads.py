@@ -26,13 +26,17 @@ def row_of(run: Path) -> list[str]:
     manifest, summary = ended_run(run, SUMMARY | {"learning": [LINE]})
     task: dict[str, Any] = manifest["config"]["task"]
     seconds = summary["learning"][-1]["seconds"]
+    machine, device = manifest["machine"], str(manifest.get("device", "cpu"))
+    where = machine["processor"] if device == "cpu" else ", ".join(machine["gpus"])
+    where = f"{manifest['threads']} threads of {where}" if device == "cpu" else where
     accepted = " ".join(f"{share:.2f}" for share in summary["accepted"])
     return [
         summary["drafter"],
         f"{summary['parameters'] / 1e6:.1f}",
         f"{summary['texts']} x {task['passes']:g}",
         f"{summary['steps']}",
-        f"{seconds / 3600:.1f}",
+        f"{seconds / 3600:.2f}",
+        where,
         f"{accepted} (T = {summary['temperature']:g})",
         f"{summary['estimated_length']:.2f}",
         f"{summary['measured_length']:.2f}",
@@ -42,7 +46,15 @@ def row_of(run: Path) -> list[str]:
 
 def table(runs: Sequence[Path]) -> str:
     """Return the table in Markdown."""
-    head = ["head", "M parameters", "texts x passes", "steps", "hours of gradients", "accepted by position, held out"]
+    head = [
+        "head",
+        "M parameters",
+        "texts x passes",
+        "steps",
+        "hours of gradients",
+        "on",
+        "accepted by position, held out",
+    ]
     return markdown(
         [[*head, "accepted length, estimated", "measured", "SHA-256 of the weights"], *(row_of(run) for run in runs)]
     )
