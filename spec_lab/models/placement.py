@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from inspect import signature
@@ -16,7 +17,20 @@ from spec_lab.models import ranks
 from spec_lab.models.packed import packed_dtypes
 from spec_lab.models.support import Unsupported
 
+LOG = logging.getLogger(__name__)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def automatic_device() -> str:
+    """Return the device of ``target.device=auto``: the GPU that torch would use, which is said, or else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    LOG.warning(
+        "target.device=auto: the target runs on the GPU (%s); target.device=cpu chooses the CPU",
+        torch.cuda.get_device_name(),
+    )
+    return "cuda"
 
 
 def device_of(name: str | int) -> torch.device:

@@ -42,7 +42,7 @@ def load(
         kv_dtype: of keys and values; None: as the engine does.
         context: maximum tokens of a sequence; None: the model's own limit, 8192.
         threads: CPU threads of llama.cpp; None: as many as torch.
-        device: cpu, cuda, cuda:N, of transformers; None: cpu.
+        device: auto, cpu, cuda, cuda:N, of transformers; None: auto.
         graphs: true: decoding steps in fixed shapes, captured as CUDA graphs on a GPU, of transformers.
         cache: facts that this process found before; None starts with none.
 

@@ -21,7 +21,7 @@ from spec_lab.models.fused import fuse, on_one_gpu
 from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack, unpack
-from spec_lab.models.placement import kv_dtype_of
+from spec_lab.models.placement import automatic_device, kv_dtype_of
 from spec_lab.models.self_check import MaybePacking, checked
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, context_of, refuse_options, refuse_pairs
@@ -141,7 +141,7 @@ class Target:
     def load(
         path: str,
         revision: Filled | None = None,
-        device: str | None = None,
+        device: str | None = "auto",
         dtype: str = "bfloat16",
         attention: Attention = "spans",
         context: Count | None = None,
@@ -163,7 +163,8 @@ class Target:
             path: a folder of a transformers checkpoint, a hub name or a GGUF file. A GGUF file is dequantised once,
                 into the user's cache (``gguf_checkpoint``).
             revision: branch, tag or commit of a hub name; None: main.
-            device: cpu, cuda, cuda:N; None: cpu, unless device_map or tensor_parallel is set.
+            device: auto, cpu, cuda, cuda:N. auto: a GPU where there is one, unless device_map or tensor_parallel is
+                set. None: as auto.
             dtype: bfloat16, float16, float32, float64.
             attention: spans: on this engine's KV cache; dense: slower, for models without AttentionInterface.
             context: maximum tokens of a sequence; None: the model's own limit.
@@ -202,14 +203,16 @@ class Target:
                 and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
                 biases, and ``kv_dtype`` is set.
         """
-        stored = kv_dtype_of(kv_dtype, dtype)
+        stored, automatic = kv_dtype_of(kv_dtype, dtype), device in (None, "auto")
         options = {
             "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,
-            "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": device is not None,
+            "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": not automatic,
         }  # fmt: skip
         refuse_pairs(options)
+        if device is None or automatic:
+            device = "cpu" if device_map is not None or tensor_parallel else automatic_device()
         model, tokenizer, folder = load_model(
-            path, "cpu" if device is None else device, dtype, device_map, tensor_parallel, quantization,
+            path, device, dtype, device_map, tensor_parallel, quantization,
             quantization_group_size, revision,
         )  # fmt: skip
         refuse_options(model, options)

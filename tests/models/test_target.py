@@ -61,6 +61,16 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
         Target.load(str(folder), dtype="float32", context=1000)
 
 
+@pytest.mark.parametrize("device", ["auto", None])
+def test_the_gpu_is_taken_where_there_is_one_and_this_is_said(folder, monkeypatch, caplog, device):
+    assert str(Target.load(str(folder), device=device).lm.device) == "cpu" and not caplog.messages
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    with pytest.raises(ValueError, match="device 'cuda'"):  # this torch has none
+        Target.load(str(folder), device=device)
+    assert "H100" in caplog.text and "target.device=cpu" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
