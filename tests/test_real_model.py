@@ -187,7 +187,13 @@ def run(tmp_path):
     shares = {"loss": [1.0, 2.0], "accepted": [0.5, 0.2], "agreed": [0.5, 0.2]}
     line = {"step": 2, "texts": 32, "seconds": 5400.0, **shares, "length_at_1": 0.6, "length_greedy": 0.6}
     hashes = {"weights_sha256": {}, "prompts_sha256": "", "commit": None, "versions": {}}
-    made = {"seed": 0, "arms": ["medusa"], "threads": 1, "proposers": {}, "machine": {"processor": "EPYC", "gpus": []}}
+    made = {
+        "seed": 0,
+        "arms": ["medusa"],
+        "threads": 1,
+        "proposers": {},
+        "machine": {"processor": "EPYC", "gpus": [], "cores": 2},
+    }
     manifest = {"config": {"task": {"passes": 2.0}}, **hashes, **made}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(json.dumps({**facts, **lengths, "learning": [line]}))
@@ -198,7 +204,7 @@ def run(tmp_path):
 def test_the_table_of_heads_states_what_a_training_left(run, tmp_path):
     shutil.copy(ROOT / "experiments" / "real_model" / "README.md", tmp_path)
     heads.main([str(run), "--folder", str(tmp_path)])
-    cells = "| medusa | 2.5 | 32 x 2 | 2 | 1.50 | 1 threads of EPYC | 0.50 0.25 (T = 1) | 0.62 | 0.75 | `ab` |"
+    cells = "| medusa | 2.5 | 32 x 2 | 2 | 1.50 | EPYC, 1 of 2 cores | 0.50 0.25 (T = 1) | 0.62 | 0.75 | `ab` |"
     assert cells in (tmp_path / "README.md").read_text()
 
 

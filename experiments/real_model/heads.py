@@ -27,8 +27,8 @@ def row_of(run: Path) -> list[str]:
     task: dict[str, Any] = manifest["config"]["task"]
     seconds = summary["learning"][-1]["seconds"]
     machine, device = manifest["machine"], str(manifest.get("device", "cpu"))
-    where = machine["processor"] if device == "cpu" else ", ".join(machine["gpus"])
-    where = f"{manifest['threads']} threads of {where}" if device == "cpu" else where
+    where = f"{machine['processor']}, {manifest['threads']} of {machine.get('cores')} cores"
+    where = where if device == "cpu" else ", ".join(machine["gpus"])
     accepted = " ".join(f"{share:.2f}" for share in summary["accepted"])
     return [
         summary["drafter"],
@@ -46,18 +46,9 @@ def row_of(run: Path) -> list[str]:
 
 def table(runs: Sequence[Path]) -> str:
     """Return the table in Markdown."""
-    head = [
-        "head",
-        "M parameters",
-        "texts x passes",
-        "steps",
-        "hours of gradients",
-        "on",
-        "accepted by position, held out",
-    ]
-    return markdown(
-        [[*head, "accepted length, estimated", "measured", "SHA-256 of the weights"], *(row_of(run) for run in runs)]
-    )
+    head = ["head", "M parameters", "texts x passes", "steps", "hours of gradients", "on"]
+    head += ["accepted by position, held out", "accepted length, estimated", "measured", "SHA-256 of the weights"]
+    return markdown([head, *(row_of(run) for run in runs)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
