@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,14 @@ from spec_lab.results import run_state, sweep
 def job(config: DictConfig) -> None:
     """Run one composed config: a single run, or one run of a sweep."""
     try:
-        if OmegaConf.is_missing(HydraConfig.get().job, "num"):
+        if not OmegaConf.is_missing(HydraConfig.get().job, "num"):
+            return run_of_sweep(config)
+        try:
             alone(config)
-        else:
-            run_of_sweep(config)
+        except Refused as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            sys.exit(str(error))  # Hydra would print the overrides before an error, and advice after it
     except Exception:
         if interrupt.interrupted():  # some libraries turn a KeyboardInterrupt into another error
             raise KeyboardInterrupt from None

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from spec_lab.cli import interrupt
@@ -31,6 +31,7 @@ from spec_lab.cli.bundled import PACKAGE, conf, zoo
 from spec_lab.cli.config_checks import groups, renamed, top_level_options
 from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
+from spec_lab.cli.misspelt import choices, of_choice, suggestion
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
 from spec_lab.cli.refusals import reason
@@ -86,6 +87,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             a whole number. The message names the option or the file.
     """
     files = {*groups(), "experiment"}
+    bundled = not re.search(r"^(--config-|-c[dnp]\b|hydra\.searchpath)", "\n".join(arguments), re.MULTILINE)
     folders = [folder for _, folder in re.findall(r"^(--config-dir|-cd)[=\n](.+)$", "\n".join(arguments), re.MULTILINE)]
     for argument in arguments:
         option, equals, _ = argument.partition("=")
@@ -125,6 +127,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
+                if isinstance(name, str) and bundled and name not in choices(group):
+                    raise ValueError(of_choice(group, name))
                 for folder in folders if isinstance(name, str) else ():
                     quoted = QuotedString(name, Quote.single).with_quotes()
                     _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={quoted}")
@@ -152,11 +156,11 @@ def _check_own(file: Path, folder: str, choice: str) -> None:
         raise ValueError(f"the config {file} cannot be read ({reason(error)[:300]}): correct it") from error
 
 
-def check_own_configs(arguments: Sequence[str]) -> None:
-    """Refuse configs of the user's that Hydra cannot compose, with those that their ``defaults`` include.
+def check_composition(arguments: Sequence[str]) -> None:
+    """Refuse overrides and configs of the user's that Hydra cannot compose, with those that their ``defaults`` include.
 
-    Hydra would print a traceback for YAML that is not valid, defaults in a circle, ... Nothing is checked without
-    ``--config-dir``, ``--config-name``, ``--config-path`` or ``hydra.searchpath``: our own configs compose.
+    Hydra would print several lines of advice on an option that does not exist, and a traceback for YAML that is not
+    valid, defaults in a circle, ...
 
     Raises:
         ValueError: Hydra cannot compose them.
@@ -164,8 +168,6 @@ def check_own_configs(arguments: Sequence[str]) -> None:
     given, _ = get_args_parser().parse_known_args(arguments)
     path = str(Path(conf(), given.config_path or ""))
     paths = [override for override in given.overrides if override.startswith("hydra.searchpath=")]
-    if not (given.config_dir or given.config_name or given.config_path or paths):
-        return
     if not Path(path).is_dir() or not Path(given.config_dir or path).is_dir():
         return  # Hydra's own message is clear
     folders = create_config_search_path(path)
@@ -178,11 +180,20 @@ def check_own_configs(arguments: Sequence[str]) -> None:
             GlobalHydra.instance().clear()
             Hydra.create_main_hydra2("spec_lab", folders)
             loader = GlobalHydra.instance().config_loader()
-            loader.load_configuration(given.config_name or "config", given.overrides, mode)
-    except HydraException:  # is printed in one line when it occurs again
-        return
+
+            def compose(overrides: list[str]) -> DictConfig:
+                return loader.load_configuration(given.config_name or "config", overrides, mode)
+
+            try:
+                compose(given.overrides)
+            except HydraException as error:
+                raise ValueError(suggestion(str(error), given.overrides, compose)) from error
+    except HydraException as error:  # of several overrides that do not compose
+        raise ValueError(str(error).partition("\n")[0]) from error
+    except ValueError:
+        raise
     except Exception as error:  # of YAML, OmegaConf or Hydra
-        where = given.config_dir or given.config_path or given.config_name or paths[0]
+        where = given.config_dir or given.config_path or given.config_name or (paths or ["the command line"])[0]
         raise ValueError(
             f"the configs of {where} cannot be composed ({reason(error)[:300]}): correct the file, or one that its "
             "defaults include"
@@ -192,7 +203,7 @@ def check_own_configs(arguments: Sequence[str]) -> None:
 def _not_an_option(option: str, group: str, value: object) -> str:
     """Return the message for a value of a config group that is not the name of an option."""
     shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
-    names = ", ".join(sorted(file.stem for file in Path(conf(), group).glob("*.yaml")))
+    names = ", ".join(choices(group))
     number = isinstance(value, int | float)
     quotes = f"; if a config file of yours has this name, quote it: \"{option}='{shown}'\"" if number else ""
     return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"
@@ -251,7 +262,7 @@ def command_line() -> None:
         sys.argv[1:] = moved(replace_flags(sys.argv[1:]))
         check_config_files()
         check_overrides(sys.argv[1:])
-        check_own_configs(sys.argv[1:])
+        check_composition(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"spec_lab: {reason(error)}")
     try:

@@ -73,7 +73,7 @@ def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_
         ("seed=interval(1,3)", "interval ... hydra/sweeper=search"),
         ("seed=range(0,5,0)", "seed=range(0,5,0): "),
         ("seed=range(0,1000000000000)", f"{preflight.MAX_RUNS} runs"),
-        ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
+        ("verifier=choice(token,tokn)", "verifier=tokn is not an option of conf/verifier; did you mean verifier=token"),
         ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size ... 1 or more"),
         ("verifier=5,6", "verifier=5 ... conf/verifier ... cascade, "),
         ("constraint=", "constraint=  ... conf/constraint ... choice, "),
