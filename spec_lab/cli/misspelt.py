@@ -111,10 +111,10 @@ def of_option(override: str, config: DictConfig) -> str:
 
 def _names(config: DictConfig, above: str = "") -> Iterator[str]:
     """The names of all options, those that hold others before them."""
-    for key in config:
-        if str(key) in ("hydra", "_target_"):
+    for key in map(str, config):
+        if key in ("hydra", "_target_"):
             continue
-        yield above + str(key)
+        yield above + key
         stated = not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, key)
         if stated and OmegaConf.is_dict(config[key]):
             yield from _names(config[key], f"{above}{key}.")
