@@ -131,6 +131,17 @@ def products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tenso
     return (scores.softmax(-1) @ v).view(query.shape)
 
 
+def wide_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same with scores and softmax in float32, as torch's implementations have them."""
+    q, k, v = (tensor.flatten(0, 1) for tensor in (query, keys, values))
+    if query.is_cuda:
+        scores = torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32)
+    else:
+        scores = q.float() @ k.float().transpose(1, 2)
+    shares = torch.add(mask.flatten(0, 1), scores, alpha=q.shape[-1] ** -0.5).softmax(-1)
+    return (shares.to(v.dtype) @ v).view(query.shape)
+
+
 def by_backend(backend: SDPBackend) -> Callable[..., Tensor]:
     """Attention by one of torch's implementations."""
 
@@ -146,6 +157,7 @@ BACKENDS: Mapping[str, Callable[..., Tensor]] = {
     "cudnn": by_backend(SDPBackend.CUDNN_ATTENTION),
     "math": by_backend(SDPBackend.MATH),
     "products": products,
+    "products in float32": wide_products,
 }
 """Ways of attention with a mask. Flash attention has none."""
 
@@ -159,7 +171,7 @@ def attention(part: Part) -> Iterator[dict[str, Any]]:
             query = torch.randn(1, 8, rows, 128, device=part.device, dtype=part.dtype)
             keys, values = (torch.randn(1, 8, cells, 128, device=part.device, dtype=part.dtype) for _ in range(2))
             mask = torch.zeros(1, 8, rows, cells, device=part.device, dtype=part.dtype)
-            for name in ("math", "products") if part.tiny else BACKENDS:
+            for name in ("math", "products", "products in float32") if part.tiny else BACKENDS:
                 with part.attempt(f"attention by {name}, {cells} cells, {rows} rows"):
 
                     def calls(name: str = name, given: tuple[Tensor, ...] = (query, keys, values, mask)) -> None:
