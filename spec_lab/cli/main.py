@@ -246,6 +246,13 @@ def command_line() -> None:
         from spec_lab.cli.commands import SHORT
 
         sys.argv[1:] = SHORT[sys.argv[1]](sys.argv[1:])
+    if {"-h", "--help"} & {*sys.argv[1:]} and not sys.argv[1].isidentifier():
+        from rich.console import Console
+
+        from spec_lab.cli import help as pages
+
+        overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+        sys.exit(pages.show(overrides, Console(markup=False)))
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

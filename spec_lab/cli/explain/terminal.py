@@ -49,17 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> int:
     """Print what options mean: their type, default, meaning and file."""
     known = reference(given.config_dir)
-    answers = [find(known, name) for name in given.names or [""]]
-    for number, answered in enumerate(answers):
-        if number:
-            console.print()
-        for answer in answered:
-            if not isinstance(answer, KeyMatch):
-                show(answer, console)
-        matches = [answer for answer in answered if isinstance(answer, KeyMatch)]
-        for _, same in groupby(matches, lambda match: (match.path, match.options[0].group)):
-            show_key(list(same), console)
+    for number, name in enumerate(given.names or [""]):
+        console.print("\n" * bool(number), end="")
+        answer(known, name, console)
     return 0
+
+
+def answer(known: Reference, name: str, console: Console) -> None:
+    """Print what a name stands for.
+
+    Raises:
+        ValueError: nothing has this name; the message has the nearest ones.
+    """
+    matches = find(known, name)
+    for match in matches:
+        if not isinstance(match, KeyMatch):
+            show(match, console)
+    keys = [match for match in matches if isinstance(match, KeyMatch)]
+    for _, same in groupby(keys, lambda match: (match.path, match.options[0].group)):
+        show_key(list(same), console)
 
 
 def complete(begins: str) -> list[str]:
@@ -137,6 +145,11 @@ def _line(console: Console, name: str, text: str, width: int) -> None:
         shown = Text(line)
         shown.stylize("bold", 0, 0 if number else min(len(name), len(line)))
         console.print(shown, soft_wrap=True)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text, of which no word is broken at a hyphen; one at least."""
+    return textwrap.wrap(visible(text), width, break_on_hyphens=False) or [""]
 
 
 def _indented(console: Console, text: str, width: int, columns: int) -> None:
