@@ -26,28 +26,37 @@ def say(console: Console, text: str, style: str = "", wrap: bool = True) -> None
 
 
 def show(result: Result, console: Console, verbose: bool = False) -> None:
-    """Print a result: the verdict on its times, what was measured, its sections.
+    """Print a result: what was measured, the first table, the verdict on its times, and what else there is.
 
     Args:
         result: the result.
         console: prints.
-        verbose: print every column; a console of ``WIDE`` columns or more does so anyway.
+        verbose: print every column, what the columns hold, and details; a console of ``WIDE`` columns or more prints
+            every column anyway.
     """
-    for line in result.verdict:
-        say(console, line)
     say(console, f"{result.title}: {result.lead}", "bold")
     for line in result.warnings:
         say(console, line, "bold", wrap=not line.startswith("Left out"))  # folders stay on one line
-    for section in result.sections:
-        show_section(section, console, verbose)
+    for number, section in enumerate(result.sections):
+        show_section(section, console, verbose, () if number else result.verdict)
+    hidden = any(section.details or (section.table and section.explanation()) for section in result.sections)
+    if hidden and not verbose:
+        say(console, "-v adds what the columns hold, and further figures.")
 
 
-def show_section(section: Section, console: Console, verbose: bool = False) -> None:
-    """Print a section's table, notes and failures; a section of figures alone prints nothing."""
+def show_section(section: Section, console: Console, verbose: bool = False, verdict: Sequence[str] = ()) -> None:
+    """Print a section's table, the verdict, notes and failures; a section of figures alone prints no more.
+
+    Args:
+        section: the section.
+        console: prints.
+        verbose: as in ``show``.
+        verdict: lines on the times in its table.
+    """
     shown = [] if section.table is None else show_table(section.title, section.table, console, verbose)
-    if shown and (explanation := section.explanation(shown)):
+    if verbose and shown and (explanation := section.explanation(shown)):
         say(console, explanation)
-    for line in section.notes:
+    for line in (*verdict, *section.notes, *section.details * verbose):
         say(console, line)
     for line in section.failures:
         say(console, f"FAILS: {line}", "bold red")

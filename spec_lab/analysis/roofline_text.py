@@ -37,6 +37,23 @@ def baselines_in_words(shares: Sequence[float], memory: Sequence[float]) -> str:
     return f"The baseline is at {low if low == high else f'{low} to {high}'} % of its machine's {kind}roofline."
 
 
+SLOW, FAST = 0.3, 0.6
+"""Shares of the roofline below which a baseline is slow, and from which it is close to what the machine can do."""
+
+
+def baseline_notes(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return how close the baseline comes to the roofline and what that means for a speed-up; nothing without one."""
+    if "baseline" not in arms:
+        return []
+    share = (arms["baseline"].get("roofline_share") or {}).get("mean")
+    if share is None or not number(share):
+        return ["The baseline's share of this machine's roofline is unknown."]
+    means = "close to what this machine can do" if share >= FAST else "a faster engine may leave drafts less to gain"
+    if share < SLOW:
+        means = "far from what this machine can do, so a faster engine would leave drafts less to gain"
+    return [f"The baseline is {share_in_words(arms['baseline'])}: {means}."]
+
+
 def limits_in_words(facts: Mapping[str, Any] | None) -> str:
     """Return what bounds forwards on a machine (``Roofline.facts``)."""
     if facts is None:

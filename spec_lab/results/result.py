@@ -105,6 +105,7 @@ class Section:
         table: its table.
         figures: draw its figures, by name; None where there is nothing to draw.
         notes: sentences below.
+        details: further sentences, which a console shows only when it shows everything.
         failures: what contradicts what was declared.
         missing: a sentence in place of figures where there are none.
     """
@@ -114,6 +115,7 @@ class Section:
     table: DataTable | None = None
     figures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    details: Sequence[str] = ()
     failures: Sequence[str] = ()
     missing: str = ""
 

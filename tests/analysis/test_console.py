@@ -49,14 +49,18 @@ def test_columns_of_more_are_shown_if_verbose_or_on_a_wide_terminal():
     assert all("3.00" in text for text in (printed(table, 80, verbose=True), printed(table, WIDE)))
 
 
-def test_a_result_has_its_verdict_above_and_untrusted_text_as_it_is():
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_result_has_its_verdict_below_its_first_table_and_untrusted_text_as_it_is(verbose):
     console = Console(file=io.StringIO(), width=80)
     table = DataTable([("arm", False)], [[Cell("[red]a\x1b")]])
-    sections = [Section("Arms", "how", table, notes=["[bold]note"], failures=["wrong"]), Section("Figures", "figure")]
-    show(Result("run", "lead", sections, ["Verdict: reliable."]), console)
+    arms = Section("Arms", "how", table, notes=["[bold]note"], details=["detail"], failures=["wrong"])
+    show(Result("run", "lead", [arms, Section("Figures", "drawn")], ["Verdict: reliable."]), console, verbose)
     text = console.file.getvalue()
-    assert text.startswith("Verdict: reliable.\nrun: lead\n") and "figure" not in text
-    assert "[red]a␛" in text and "[bold]note" in text and "FAILS: wrong" in text
+    order = ["run: lead\n", "[red]a␛", "how", "Verdict: reliable.", "[bold]note", "detail", "FAILS: wrong", "-v adds"]
+    hidden = {"-v adds"} if verbose else {"how", "detail"}
+    assert [part for part in order if part in text] == [part for part in order if part not in hidden]
+    places = [text.index(part) for part in order if part not in hidden]
+    assert places == sorted(places) and "drawn" not in text
 
 
 def test_a_number_has_its_interval_and_what_is_not_known_is_empty():

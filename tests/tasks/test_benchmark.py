@@ -468,7 +468,7 @@ def test_a_run_measures_the_limits_of_the_machine_and_every_arm_s_share_of_them(
         assert arm_summary["roofline_share"]["mean"] == pytest.approx(expected["roofline_share"]["mean"])
         assert 0 < arm_summary["roofline_share_end_to_end"]["mean"] < arm_summary["roofline_share"]["mean"]
         assert arm_summary["baseline_roofline_share"] == summary["arms"]["baseline"]["roofline_share"]["mean"]
-    assert "baseline at " in printed and "this machine's" in printed
+    assert "The baseline is at " in printed and "this machine's" in printed
 
 
 def test_where_the_runner_does_not_state_its_work_the_share_is_unknown(tmp_path, monkeypatch):

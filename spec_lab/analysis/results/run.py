@@ -14,7 +14,7 @@ from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_table
-from spec_lab.analysis.roofline_text import roofline_notes
+from spec_lab.analysis.roofline_text import baseline_notes, roofline_notes
 from spec_lab.analysis.text import (
     COLUMNS,
     MEANINGS,
@@ -164,7 +164,7 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
         _depths(arms, "survival"), _depths(arms, "conditional"), _phases(arms, True), _phases(arms, False)
     )  # fmt: skip
     sections = [
-        Section("Arms", ARMS, _arms(arms, run), notes=_notes(run, arms)),
+        Section("Arms", ARMS, _arms(arms, run), notes=_notes(run, arms), details=_details(run, arms)),
         Section("Speed-up", THROUGHPUT, None, {"throughput": partial(figures.throughput, tables)},
                 missing="No arm was compared with a baseline in a full group of prompts, so there is no speed-up."),
         Section("Acceptance by depth", DEPTHS, None, {"acceptance": partial(figures.acceptance, tables)},
@@ -201,7 +201,8 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
                     missing="No arm has bounds for its own verifier.")
         )  # fmt: skip
     return Result(
-        str(run.manifest["config"].get("name", "run")), _lead(run), sections, [verdict], _warnings(run),
+        str(run.manifest["config"].get("name", "run")), _lead(run), sections, [_headline(arms) + verdict],
+        _warnings(run),
         {"groups": str(tables.requests["group"].nunique())}, run.summary.get("constraint"),
     )  # fmt: skip
 
@@ -306,27 +307,41 @@ def _phases(arms: Arms, share: bool) -> DataTable:
     return DataTable(columns, rows, more=() if share else [name for name, _ in columns])
 
 
+def _headline(arms: Arms) -> str:
+    """Return the speed-up of the first arm as a sentence; nothing where there is none."""
+    main, values = next(iter(arms.items()), ("", {}))
+    speedup = interval(values.get("speedup"))
+    return f"{main} is {speedup} times as fast as the baseline. " * bool(speedup)
+
+
 def _notes(run: RunFiles, arms: Arms) -> list[str]:
-    """Return what a reader must know of this run."""
-    summary, main = run.summary, next(iter(arms.values()), {})
-    prefill, with_prefill = number(main.get("prefill_seconds")), interval(main.get("speedup_with_prefill"))
-    repeated = summary.get("repeated_groups")
+    """Return what a reader must know of this run, the most important first."""
+    repeated = run.summary.get("repeated_groups")
     return [
-        *([f"The prefill took {prefill} s" + f"; with the prefill, the speed-up is {with_prefill}" * bool(with_prefill)
-           + "."] if prefill else []),
-        *_estimates(arms),
-        *kv_notes(summary.get("kv_dtype")),
-        *cache_notes(summary["cached_prompt_shares"]),
-        *roofline_notes(arms, run.manifest.get("roofline")),
-        *(f"Policy of {name}: {values['decisions']}." for name, values in arms.items() if values.get("decisions")),
         *_losslessness(arms),
-        *_cut(summary.get("answers")),
+        *(_identical(run, arms) if run.temperature == 0 else []),
+        *baseline_notes(arms),
+        *kv_notes(run.summary.get("kv_dtype")),
+        *(f"Policy of {name}: {values['decisions']}." for name, values in arms.items() if values.get("decisions")),
+        *_cut(run.summary.get("answers")),
         *accuracy_notes(arms),
-        *(_identical(arms) if run.temperature == 0 else []),
-        *margin_notes(summary["output_margins"]),
         *["One arm only, so no speed-up was measured."] * (len(arms) == 1),
         *([f"Decoded again, because they were disturbed: groups {', '.join(repeated)}."] if repeated else []),
-    ]  # fmt: skip
+    ]
+
+
+def _details(run: RunFiles, arms: Arms) -> list[str]:
+    """Return further facts: the prefill, estimates, caches, every arm's share of the roofline, and what bounds it."""
+    main = next(iter(arms.values()), {})
+    prefill, with_prefill = number(main.get("prefill_seconds")), interval(main.get("speedup_with_prefill"))
+    more = f"; with the prefill, the speed-up is {with_prefill}" * bool(with_prefill)
+    return [
+        *[f"The prefill took {prefill} s{more}."] * bool(prefill),
+        *_estimates(arms),
+        *cache_notes(run.summary["cached_prompt_shares"]),
+        *(roofline_notes(arms, limits) if (limits := run.manifest.get("roofline")) else []),
+        *margin_notes(run.summary["output_margins"]),
+    ]
 
 
 def _cut(answers: Mapping[str, int] | None) -> list[str]:
@@ -341,14 +356,24 @@ def _cut(answers: Mapping[str, int] | None) -> list[str]:
     ]
 
 
-def _identical(arms: Arms) -> list[str]:
-    """Return whether the arms' outputs equal the baseline's; nothing where none was compared."""
+def _identical(run: RunFiles, arms: Arms) -> list[str]:
+    """Return how many of the arms' outputs equal the baseline's, and why others do not; nothing where none were
+    compared.
+    """
     shares = {name: share for name, values in arms.items() if (share := values.get("identical_outputs")) is not None}
-    different = [f"{name} {share:.1%}" for name, share in shares.items() if share < 1]
+    if not shares:
+        return []
+    prompts = run.tables.requests["request"].nunique()
+    different = [f"{name} {round(share * prompts)} of {prompts}" for name, share in shares.items() if share < 1]
     if not different:
-        return ["All outputs are identical to the baseline's."] * bool(shares)
-    others = "; every other arm 100 %" if len(different) < len(shares) else ""
-    return [f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}."]
+        return ["All outputs are identical to the baseline's."]
+    line = f"Outputs identical to the baseline's: {', '.join(different)}"
+    margins = [margin["largest"] for margin in run.summary["output_margins"].values()]
+    if not margins or None in margins:
+        return [f"{line}."]
+    dtype = (run.manifest["config"].get("target") or {}).get("dtype") or "the target's data type"
+    line += f"; the others first differ at tokens whose logits are within {max(margins):.2g}, by rounding in {dtype}"
+    return [line + "; target.dtype=float32 checks that." if dtype != "float32" else f"{line}."]
 
 
 def _estimates(arms: Arms) -> list[str]:

@@ -66,25 +66,25 @@ def test_the_speed_up_with_the_prefill_is_shown_where_there_is_one(summary):
     with_prefill = {"mean": 1.5, "low": 1.25, "high": 1.75}
     summary, main = copy.deepcopy(summary), next(iter(summary["arms"]))
     summary["arms"][main] |= {"prefill_seconds": 0.5, "speedup_with_prefill": with_prefill}
-    text = shown(summary)
+    text = shown(summary, verbose=True)
     assert "0.50 s" in text and "1.50 [1.25, 1.75]" in text
     nothing = {"mean": None, "low": None, "high": None}
     summary["arms"][main]["speedup_with_prefill"] = nothing
-    assert "0.50 s.\n" in shown(summary)
+    assert "0.50 s.\n" in shown(summary, verbose=True)
 
 
 def test_at_temperature_0_every_arm_with_other_outputs_than_the_baseline_is_named(summary):
     assert "identical" in shown(summary)
     summary = copy.deepcopy(summary)
-    summary["arms"]["longer"]["identical_outputs"] = 0.985
-    assert "longer 98.5%" in words(shown(summary))
+    summary["arms"]["longer"]["identical_outputs"] = 0.8
+    assert "longer 4 of 5." in words(shown(summary))
     main = next(iter(summary["arms"]))
-    summary["arms"][main]["identical_outputs"] = 0.5
-    assert f"{summary['arms'][main]['proposer']} 50.0%, longer 98.5%" in words(shown(summary))
+    summary["arms"][main]["identical_outputs"] = 0.4
+    assert f"{summary['arms'][main]['proposer']} 2 of 5, longer 4 of 5." in words(shown(summary))
     assert "identical" not in shown(summary | {"temperature": 1.0})
-    assert "logits of the two tokens" not in shown(summary)
     summary["output_margins"] = {"longer": {"outputs": 2, "median": 0.0123, "largest": 0.5}}
-    assert "tokens differ by longer 0.012 (0.5): median (largest)" in words(shown(summary))
+    assert "longer 4 of 5; the others first differ at tokens whose logits are within 0.5," in words(shown(summary))
+    assert "tokens differ by longer 0.012 (0.5): median (largest)" in words(shown(summary, verbose=True))
 
 
 def test_arms_are_reported_as_lossless_lossy_failed_or_not_certified(summary):
