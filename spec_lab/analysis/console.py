@@ -56,7 +56,7 @@ def show_section(section: Section, console: Console, verbose: bool = False, verd
     shown = [] if section.table is None else show_table(section.title, section.table, console, verbose)
     if verbose and shown and (explanation := section.explanation(shown)):
         say(console, explanation)
-    for line in (*verdict, *section.notes, *section.details * verbose):
+    for line in (*verdict, *section.notes, *(section.details if verbose else ())):
         say(console, line)
     for line in section.failures:
         say(console, f"FAILS: {line}", "bold red")
