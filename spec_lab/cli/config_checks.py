@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any, get_args
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spec_lab.cli.build import part_config
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.declarations import check_values, qualified
+from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import WrongOption
 from spec_lab.models import ranks
+from spec_lab.results import run_names
 
 STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
 TRAIN = "spec_lab.tasks.train.train"
@@ -24,21 +27,17 @@ DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", STREAM
 """Tasks that decode with every proposer and the one verifier."""
 
 UNUSED = {
-    RECOMMEND: (
-        "task=recommend chooses its own",
-        ("proposer", "policy"),
-        "; drafters to try are named in task.drafters",
-    ),
-    TRAIN: ("task=train learns the drafter of task.recipe, and uses no other", ("proposer", "policy", "verifier"), ""),
+    RECOMMEND: (("proposer", "policy"), "task=recommend chooses its {} itself, also among task.drafters"),
+    TRAIN: (("proposer", "policy", "verifier"), "task=train learns the drafter of task.recipe, and uses no {}"),
 }
-"""Tasks, each with why it does not use some parts, these parts, and what else can be said."""
+"""Tasks, each with parts that it does not use, and why."""
 
 WITHOUT = {
     "proposer": ("none", "spec_lab.propose.Null.load"),
     "policy": ("none", "spec_lab.policy.none"),
     "verifier": ("token", "spec_lab.verify.Token"),
 }
-"""Name and ``_target_`` of the part that a config has where none was chosen."""
+"""Name and ``_target_`` of a part in its simplest form."""
 
 GGUF, SMOLLM2 = "spec_lab.models.gguf.load", "spec_lab.models.smollm2.load"
 REQUIRE_TRANSFORMERS = {
@@ -148,7 +147,10 @@ def check_texts(config: DictConfig) -> None:
 
 
 def check_unused(config: DictConfig) -> None:
-    """Refuse parts that a task does not use, before they are built: drafters may calibrate, and policies measure.
+    """Refuse parts that were given to a task that does not use them; leave out others that it does not use.
+
+    They would be built, and drafters may calibrate, policies measure. Others are defaults, of every run or of an
+    experiment; outside of a Hydra run nothing is known of that, and all are refused.
 
     Raises:
         Refused: names the part, and what to set instead.
@@ -156,13 +158,22 @@ def check_unused(config: DictConfig) -> None:
     task = (config.get("task") or {}).get("_target_")
     if task not in UNUSED:
         return
-    why, parts, more = UNUSED[task]
+    parts, why = UNUSED[task]
+    typed = (
+        [run_names.key(override) for override in overrides_of(HydraConfig.get())] if HydraConfig.initialized() else None
+    )
     for part in parts:
         name, without = WITHOUT[part]
-        if (target := config[part].get("_target_")) != without:
-            raise Refused(f"spec_lab: {why} {part}: set {part}={name}, not {target}{more}")
-    if arms := list(config.get("arms") or {}):
-        raise Refused(f"spec_lab: {why} arms: leave out arms.{arms[0]}{more}")
+        if (target := (config.get(part) or {}).get("_target_", without)) == without:
+            continue
+        if typed is not None and not any(re.match(rf"{part}\b", option) for option in typed):
+            with open_dict(config):
+                config[part] = {"_target_": without}
+            continue
+        raise Refused(f"spec_lab: {why.format(part)}: set {part}={name}, not {part}={_chosen(part, target)}")
+    for group in ("arms", "verifiers"):
+        if OmegaConf.is_dict(further := config.get(group)) and further:
+            raise Refused(f"spec_lab: {why.format(group)}: leave out {group}.{next(iter(further))}")
 
 
 def check_gguf(config: DictConfig) -> None:
@@ -218,9 +229,9 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
 
 
 def _chosen(part: str, otherwise: str) -> str:
-    """Return the name of the proposer's config, such as draft_chain; ``otherwise`` outside of a Hydra run."""
+    """Return the name of a part's config, such as draft_chain; ``otherwise`` outside of a Hydra run."""
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    return str(choices.get(part if part == "proposer" else f"proposer@{part}", otherwise))
+    return str(choices.get(part, choices.get(f"proposer@{part}", otherwise)))
 
 
 def _branches(options: Mapping[Any, Any]) -> bool | None:

@@ -31,7 +31,7 @@ from spec_lab.cli.bundled import PACKAGE, conf, zoo
 from spec_lab.cli.config_checks import groups, renamed, top_level_options
 from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
-from spec_lab.cli.misspelt import choices, of_choice, suggestion
+from spec_lab.cli.misspelt import Composer, of_choice, suggestion
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
 from spec_lab.cli.refusals import reason
@@ -87,7 +87,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             a whole number. The message names the option or the file.
     """
     files = {*groups(), "experiment"}
-    bundled = not re.search(r"^(--config-|-c[dnp]\b|hydra\.searchpath)", "\n".join(arguments), re.MULTILINE)
+    bundled = not re.search(r"^(--config-|-c[dnp]\b|\+*hydra\.searchpath)", "\n".join(arguments), re.MULTILINE)
     folders = [folder for _, folder in re.findall(r"^(--config-dir|-cd)[=\n](.+)$", "\n".join(arguments), re.MULTILINE)]
     for argument in arguments:
         option, equals, _ = argument.partition("=")
@@ -127,8 +127,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
-                if isinstance(name, str) and bundled and name not in choices(group):
-                    raise ValueError(of_choice(group, name))
+                if isinstance(name, str) and bundled and name not in _choices(group):
+                    raise ValueError(of_choice(group, name, _choices(group)))
                 for folder in folders if isinstance(name, str) else ():
                     quoted = QuotedString(name, Quote.single).with_quotes()
                     _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={quoted}")
@@ -163,9 +163,11 @@ def check_composition(arguments: Sequence[str]) -> None:
     valid, defaults in a circle, ...
 
     Raises:
-        ValueError: Hydra cannot compose them.
+        ValueError: Hydra cannot compose them. With ``HYDRA_FULL_ERROR=1`` Hydra says so itself.
     """
     given, _ = get_args_parser().parse_known_args(arguments)
+    if given.shell_completion or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        return
     path = str(Path(conf(), given.config_path or ""))
     paths = [override for override in given.overrides if override.startswith("hydra.searchpath=")]
     if not Path(path).is_dir() or not Path(given.config_dir or path).is_dir():
@@ -187,9 +189,8 @@ def check_composition(arguments: Sequence[str]) -> None:
             try:
                 compose(given.overrides)
             except HydraException as error:
-                raise ValueError(suggestion(str(error), given.overrides, compose)) from error
-    except HydraException as error:  # of several overrides that do not compose
-        raise ValueError(str(error).partition("\n")[0]) from error
+                composer = Composer(compose, loader.get_group_options, given.multirun)
+                raise ValueError(suggestion(error, given.overrides, composer)) from error
     except ValueError:
         raise
     except Exception as error:  # of YAML, OmegaConf or Hydra
@@ -200,10 +201,15 @@ def check_composition(arguments: Sequence[str]) -> None:
         ) from error
 
 
+def _choices(group: str) -> list[str]:
+    """The names of the bundled options of a config group."""
+    return sorted(file.stem for file in Path(conf(), group).glob("*.yaml"))
+
+
 def _not_an_option(option: str, group: str, value: object) -> str:
     """Return the message for a value of a config group that is not the name of an option."""
     shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
-    names = ", ".join(choices(group))
+    names = ", ".join(_choices(group))
     number = isinstance(value, int | float)
     quotes = f"; if a config file of yours has this name, quote it: \"{option}='{shown}'\"" if number else ""
     return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
+from typing import NamedTuple
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-
-from spec_lab.cli.bundled import conf
 
 ELSEWHERE = {
     "num_speculative_tokens": "proposer.depth",
@@ -24,7 +23,6 @@ ELSEWHERE = {
     "draft_model": "proposer.path",
     "model": "target.path",
     "max_model_len": "target.context",
-    "tensor_parallel_size": "target.tensor_parallel",
     "n_predict": "max_new_tokens",
     "temp": "sampling.temperature",
     "temperature": "sampling.temperature",
@@ -37,76 +35,137 @@ ANOTHER = {"target=hf": "target=zoo target.path=MODEL", "target=transformers": "
 """Choices that have another name here."""
 
 MOST_LISTED = 20
-"""Most options that are listed in a line."""
-
-Compose = Callable[[list[str]], DictConfig]
-"""Composes the default config with some overrides."""
+"""Most names that are listed in a line."""
 
 
-def suggestion(message: str, overrides: Sequence[str], compose: Compose) -> str:
+class Composer(NamedTuple):
+    """Composes configs, those of the user's folders included.
+
+    Args:
+        compose: the default config with some overrides.
+        choices: the names of the options of a config group.
+        many: whether several values of an option make a sweep.
+    """
+
+    compose: Callable[[list[str]], DictConfig]
+    choices: Callable[[str], list[str]]
+    many: bool
+
+
+def suggestion(error: HydraException, overrides: Sequence[str], composer: Composer) -> str:
     """Return why overrides do not compose, in one line, with the nearest option.
 
     Args:
-        message: of Hydra.
+        error: of Hydra.
         overrides: of the command line.
-        compose: with fewer of them, to see which options there are.
+        composer: composes fewer of them, to see which options there are.
     """
-    if missing := re.search(r"Could not find '(.+?)/([^/']+)'", message):
-        return of_choice(*missing.groups())
-    if wrong := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", message):
-        option = wrong[1]
-        override = next((given for given in overrides if given.lstrip("+~").partition("=")[0] == option), option)
-        rest = [given for given in overrides if given != override]
-        if (group := option.partition("@")[0]) == "experiment" or "@" in option:
-            value = override.partition("=")[2]
-            known = value in choices(group)
-            return f"{override} must begin with a plus: +{override}" if known else of_choice(group, value)
-        return of_option(override, compose(rest))
-    return message.partition("\n")[0]
+    override, rest, config = _wrong(str(error), overrides), list(overrides), None
+    first = override
+    while override in rest and config is None:  # others may not compose either
+        rest.remove(override)
+        try:
+            config = composer.compose(rest)
+        except HydraException as other:
+            override = _wrong(str(other), rest)
+    if missing := re.search(r"Could not find '(.+)/([^/']+)'", str(error)):
+        return of_choice(missing[1], missing[2], composer.choices(missing[1]))
+    if re.match("Ambiguous value", str(error)):
+        return f"{first} has several values: add --multirun to run each, or write one list, as in NAME=[A,B]"
+    if first and "=" not in first and not first.startswith("~"):
+        return f"{first} has no value: write {first}=VALUE"
+    option = first.lstrip("+~").partition("=")[0]
+    if config is None or not re.match(r"Could not (override|delete)", str(error)):
+        return " ".join(str(error).split())
+    group, at, _ = option.partition("@")
+    value = first.partition("=")[2]
+    if group == "experiment" or at:
+        known = composer.choices(group)
+        return f"{first} must begin with a plus: +{first}" if value in known else of_choice(group, value, known)
+    if composer.many and (swept := _swept(option, overrides)):
+        return f"{option} is no option of every value of {swept}: write ++{option}={value}, or give one value of it"
+    return of_option(option, value, config)
 
 
-def of_choice(group: str, name: str) -> str:
-    """Return that a group has no such option, and the nearest ones."""
-    known, given = choices(group), f"{group}={name}"
+def _wrong(message: str, overrides: Sequence[str]) -> str:
+    """Return the override that a message of Hydra's is about; nothing where it names none of them."""
+    named = re.search(r"'([^']+)'", message)
+    name = named[1] if named else ""
+    for override in reversed(overrides):  # the last one of several counts
+        option, _, value = override.lstrip("+~").partition("=")
+        group = option.partition("@")[0]
+        if name in (override, option) or (name.startswith(f"{group}/") and name.removeprefix(f"{group}/") == value):
+            return override
+    return ""
+
+
+def _swept(option: str, overrides: Sequence[str]) -> str:
+    """Return the choice with several values whose part an option belongs to; nothing where there is none."""
+    for override in overrides:
+        chosen, _, values = override.lstrip("+").partition("=")
+        part = chosen.partition("@")[2] or chosen
+        if option.startswith(f"{part}.") and ("," in values or "(" in values):
+            return chosen
+    return ""
+
+
+def of_choice(group: str, name: str, known: Sequence[str]) -> str:
+    """Return that a group has no such option, and the nearest ones.
+
+    Args:
+        group: the config group.
+        name: that it does not have.
+        known: names of its options.
+    """
+    given = f"{group}={name}"
     if given in ANOTHER:
         return f"{given} is not an option of conf/{group}: write {ANOTHER[given]}"
     near = get_close_matches(name, known, 2)
     plus = "+" * (group == "experiment")
-    meant = " or ".join(f"{plus}{group}={other}" for other in near)
-    return f"{given} is not an option of conf/{group}; " + (
-        f"did you mean {meant}?" if near else f"the options are {', '.join(known)}"
-    )
+    if near:
+        meant = " or ".join(f"{plus}{group}={other}" for other in near)
+        return f"{given} is not an option of conf/{group}; did you mean {meant}?"
+    if known and len(known) <= MOST_LISTED:
+        return f"{given} is not an option of conf/{group}; the options are {', '.join(known)}"
+    return f"{given} is not an option of conf/{group}; spec-lab explain {group} lists all"
 
 
-def choices(group: str) -> list[str]:
-    """Return the names of a config group's options."""
-    return sorted(file.stem for file in Path(conf(), group).glob("*.yaml"))
-
-
-def of_option(override: str, config: DictConfig) -> str:
+def of_option(name: str, value: str, config: DictConfig) -> str:
     """Return that there is no such option, and the nearest one, or those beside it.
 
     Args:
-        override: of the command line.
+        name: of the option.
+        value: that was given; may be empty.
         config: composed without it.
     """
-    name, equals, value = override.lstrip("+~").partition("=")
     above, _, last = name.rpartition(".")
-    beside = OmegaConf.select(config, above) if above else config
-    known = [str(key) for key in beside if key != "_target_"] if OmegaConf.is_dict(beside) else []
+    known = _keys(config, above)
     near = [f"{above}.{key}".lstrip(".") for key in get_close_matches(last, known, 1)]
     if other := ELSEWHERE.get(last.replace("-", "_")):
+        if above.startswith("arms."):
+            other = f"{above}.{other.rpartition('.')[2]}"
+        part, _, key = other.rpartition(".")
+        if key not in _keys(config, part):
+            has = ", ".join(_keys(config, part)[:MOST_LISTED])
+            return f"there is no option {name}: here it is {other}, which this {part} does not have; it has {has}"
         near = [other]
-    elif not near and above.startswith("arms."):
+    elif not near and above.startswith("arms.") and not known:
         return f"there is no option {name}, since no arm has this name: add it by +proposer@{above}=NAME"
     elif not near and not (known and above):
         every = list(_names(config))
         near = [path for path in every if path.rpartition(".")[2] == last] or get_close_matches(name, every, 1)
+    near = [path for path in near if path != name]
     if near:
-        return f"there is no option {name}; did you mean {near[0]}{equals}{value}?"
-    if known and len(known) <= MOST_LISTED:
+        return f"there is no option {name}; did you mean {near[0]}{f'={value}' * bool(value)}?"
+    if above and known and len(known) <= MOST_LISTED:
         return f"there is no option {name}; {above} has {', '.join(known)}"
     return f"there is no option {name}; spec-lab explain{f' {above}' * bool(known and above)} lists all"
+
+
+def _keys(config: DictConfig, above: str) -> list[str]:
+    """The names of the options below a name; none where it holds no options."""
+    beside = OmegaConf.select(config, above) if above else config
+    return [str(key) for key in beside if key != "_target_"] if OmegaConf.is_dict(beside) else []
 
 
 def _names(config: DictConfig, above: str = "") -> Iterator[str]:

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
+from spec_lab.cli import config_checks
 from spec_lab.cli.build import CONTRACTS, build, under_policy
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.config_checks import check_drawing, check_gguf, check_texts, check_unused
@@ -371,13 +373,28 @@ def test_texts_that_a_task_cannot_have_are_refused_before_the_target_is_read(opt
 
 
 @pytest.mark.parametrize("task", ["task=recommend", "+experiment=train_medusa"])
-@pytest.mark.parametrize("options", [["proposer=ngram"], ["policy=goodput"], ["+proposer@arms.other=ngram"]])
+@pytest.mark.parametrize(
+    "options",
+    [["proposer=ngram"], ["policy=goodput"], ["+proposer@arms.other=ngram"], ["+verifier@verifiers.other=typical"]],
+)
 def test_parts_that_a_task_does_not_use_are_refused_before_they_are_built(task, options):
-    part = options[0].partition("=")[0].removeprefix("+proposer@")
+    part = options[0].partition("=")[0].partition("@")[2] or options[0].partition("=")[0]
     with pytest.raises(Refused, match=part):
         check_unused(composed(task, "proposer=none", *options))
-    check_unused(composed(task, "proposer=none"))
+    check_unused(composed(task, "proposer=none", "~verifier"))
     check_unused(composed(*options))
+
+
+def test_what_only_the_defaults_name_is_left_out(monkeypatch):
+    config = composed("task=train")
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(config_checks, "overrides_of", lambda _: ["task=train"])
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"runtime": {"choices": {}}}))
+    check_unused(config)
+    assert config.proposer == {"_target_": "spec_lab.propose.Null.load"}
+    monkeypatch.setattr(config_checks, "overrides_of", lambda _: ["task=train", "proposer.depth=3"])
+    with pytest.raises(Refused, match="uses no proposer: set proposer=none"):
+        check_unused(composed("task=train"))
 
 
 @pytest.mark.parametrize("experiment", ["certify", "llama_cpp_peers", "draft_tree"])

@@ -1,8 +1,16 @@
 """Overrides that do not compose: the answer names what was meant."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from spec_lab.cli.main import check_composition, check_overrides
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def check(arguments):
@@ -15,9 +23,15 @@ def check(arguments):
     [
         ("proposer=ngram proposer.dept=3", "proposer.depth=3?"),
         ("proposer=ngram proposer.tree=2x1", "proposer has depth, max_ngram, min_ngram"),
+        ("proposer.dept=3 batchsize=3", "proposer.max_depth=3?"),
+        ("proposer=ngram proposer.dept=3 proposer.dept=4", "proposer.depth=4?"),
         ("proposer=eagel", "proposer=eagle "),
         ("proposer=ngram,eagel --multirun", "proposer=eagle "),
+        ("proposer=ngram,sam proposer.depth=3 --multirun", "++proposer.depth=3"),
+        ("+proposer@arms.x=ngram,sam arms.x.depth=3 --multirun", "++arms.x.depth=3"),
+        ("hydra/launcher=jobli --multirun", "hydra/launcher=joblib?"),
         ("+experiment=medusa_tre", "+experiment=medusa_tree "),
+        ("+experiment=zzz", "spec-lab explain experiment lists all"),
         ("experiment=medusa_tree", ": +experiment=medusa_tree"),
         ("experiment=medusa_tre", "+experiment=medusa_tree "),
         ("proposer@arms.x=ngram", ": +proposer@arms.x=ngram"),
@@ -27,10 +41,13 @@ def check(arguments):
         ("model=some/model", "target.path=some/model?"),
         ("target=hf", "target=zoo target.path=MODEL"),
         ("verifer=token", "verifier=token?"),
-        ("num_speculative_tokens=4", "proposer.depth=4?"),
-        ("proposer=ngram proposer.num-speculative-tokens=4", "proposer.depth=4?"),
+        ("num_speculative_tokens=4", "proposer.depth, which this proposer does not have; it has path"),
+        ("proposer=ngram num-speculative-tokens=4", "proposer.depth=4?"),
+        ("+proposer@arms.x=ngram arms.x.num_speculative_tokens=4", "arms.x.depth=4?"),
         ("~proposer.dept", "proposer.max_depth?"),
         ("zzzzzz=1", "spec-lab explain lists all"),
+        ("seed=1,2", "--multirun"),
+        ("proposer.depth", "proposer.depth=VALUE"),
     ],
 )
 def test_what_was_meant_is_said_in_one_line(overrides, meant):
@@ -42,3 +59,23 @@ def test_what_was_meant_is_said_in_one_line(overrides, meant):
 def test_overrides_that_compose_pass():
     for arguments in (["proposer=ngram", "proposer.depth=3"], ["+experiment=eagle3", "--multirun", "seed=1,2"]):
         check(arguments)
+
+
+def test_choices_of_the_user_s_own_folder_are_known(tmp_path):
+    (tmp_path / "proposer").mkdir()
+    (tmp_path / "proposer" / "mine.yaml").write_text("_target_: mine.Mine\n")
+    folder = f"--config-dir={tmp_path}"
+    for override, meant in (("proposer@arms.x=mine", ": +proposer@arms.x=mine"), ("proposer=min", "proposer=mine")):
+        with pytest.raises(ValueError, match=re.escape(meant)):
+            check([folder, override])
+    check([folder, "proposer=mine"])
+
+
+@pytest.mark.parametrize("flag", ["query=bash", "install=bash"])
+def test_shell_completion_goes_on(flag):
+    line = {"COMP_LINE": "spec-lab proposer=ngr", "PYTHONPATH": str(ROOT)} if flag == "query=bash" else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "spec_lab", "-sc", flag], env=os.environ | {"PYTHONPATH": str(ROOT)} | line,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and ("proposer=ngram" in done.stdout or "complete" in done.stdout), done.stderr
