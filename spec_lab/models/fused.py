@@ -1,15 +1,19 @@
 """Decoder layers in fewer kernels, for GPUs and fixed shapes: merged linear layers, norms, and rotary attention.
 
 A forward of few rows takes as long as its kernels, or as their launches where it is not captured, and most of them read
-next to nothing: transformers' layer of a Llama has 37 operators, of which four read weights. Here a layer has 16. A
-module is changed only if the replacement computes the same on random inputs, up to rounding: families that do something
-else stay as they are. Attention is replaced in forwards over cells only, so that plain forwards are an oracle of it.
+next to nothing: a Llama's layer with merged linear layers has 37 operators in transformers' code, of which four read
+matrices. Here it has 16. A module is changed only if the replacement computes the same on random inputs, up to
+rounding: families that do something else stay as they are. The self-check compares with plain forwards of the modules
+as they were (``unfused``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from torch.nn.functional import rms_norm
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.models.merged import MergedLinear, merge
+from spec_lab.models.support import FAILURES
 from spec_lab.runners.attention import SPANS, AttentionKind, CellCache, Pack, cell_attention
 from spec_lab.runners.graphs import FixedPack
 from spec_lab.runners.softmax import Softmax
@@ -27,6 +32,8 @@ NORMS = {"q_norm", "k_norm"}
 """Names that transformers gives to the parts of rotary attention; norms over a head are optional."""
 PROBED = 3
 """Rows of the inputs on which replacements are compared."""
+LARGE = 256.0
+"""The largest number of queries, keys and values in the second comparison: some families clamp them (OLMo at 8)."""
 
 
 def fuse(model: Any) -> int:
@@ -54,20 +61,45 @@ def fuse(model: Any) -> int:
     try:
         for module in candidates:
             attention = FusedAttention.of(module)
-            if attention is not None and attention.is_right():
+            if attention is None:
+                continue
+            if attention.is_right():
                 module.forward = attention
                 changed += 1
+            elif attention.epsilon is not None:
+                del module.query_key_weight
     finally:
         model.set_attn_implementation(before)
     return changed
 
 
-def unfuse(model: Any) -> None:
-    """Let a model's modules compute as transformers' own do; linear layers stay merged."""
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, FusedAttention) or (isinstance(forward, partial) and forward.func is _norm):
-            del module.forward
+def fused_modules(model: Any) -> dict[Any, Any]:
+    """Return the modules whose forwards are replaced, with these; linear layers that are merged are not among them."""
+    forwards = {module: vars(module).get("forward") for module in model.modules()}
+    return {
+        module: forward for module, forward in forwards.items()
+        if isinstance(forward, FusedAttention) or (isinstance(forward, partial) and forward.func is _norm)
+    }  # fmt: skip
+
+
+def unfuse(model: Any) -> int:
+    """Let a model's modules compute as transformers' own do; linear layers stay merged. Return how many changed."""
+    modules = fused_modules(model)
+    for module in modules:
+        del module.forward
+    return len(modules)
+
+
+@contextmanager
+def unfused(model: Any) -> Iterator[None]:
+    """Within the block a model's modules compute as transformers' own do; linear layers stay merged."""
+    modules = fused_modules(model)
+    unfuse(model)
+    try:
+        yield
+    finally:
+        for module, forward in modules.items():
+            module.forward = forward
 
 
 def on_one_gpu(model: Any) -> bool:
@@ -89,10 +121,15 @@ def epsilon_of(module: nn.Module) -> float | None:
     weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if epsilon is None or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or "forward" in vars(module):
         return None
+    if len(signature(module.forward).parameters) != 1:  # such as a gate
+        return None
     rows = _random(weight, PROBED, len(weight))
     rows[1] *= epsilon**0.5  # a row of which the epsilon is a large part
-    with torch.inference_mode():
-        return epsilon if _equal(module(rows), rms_norm(rows, weight.shape, weight, epsilon)) else None
+    try:
+        with torch.inference_mode():
+            return epsilon if _equal(module(rows), rms_norm(rows, weight.shape, weight, epsilon)) else None
+    except FAILURES:  # a norm of another kind
+        return None
 
 
 def _norm(module: Any, epsilon: float, x: Tensor) -> Tensor:
@@ -188,8 +225,12 @@ class FusedAttention:
     @torch.inference_mode()
     def is_right(self) -> bool:
         """Whether the module's own forward writes the same into cells, queries the same and returns the same."""
+        hidden = _random(self.module.o_proj.weight, 1, PROBED, self.module.q_proj.joint.in_features)
+        largest = self.module.q_proj.joint(hidden).abs().max()
+        return self._is_right(hidden) and self._is_right(hidden * (LARGE / largest))
+
+    def _is_right(self, hidden: Tensor) -> bool:
         module = self.module
-        hidden = _random(module.o_proj.weight, 1, PROBED, module.q_proj.joint.in_features)
         angles = _random(hidden, 1, PROBED, module.head_dim // 2).repeat(1, 1, 2)
         rotation, probes = (angles.cos(), angles.sin()), (Probe(module), Probe(module))
         try:
@@ -198,11 +239,10 @@ class FusedAttention:
                 **{cache_argument(module): probes[0]},
             )  # fmt: skip
             ours = self.attend(hidden, turning(*rotation, 1), probes[1])
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # its forward is of another kind
+        except FAILURES:  # its forward is of another kind
             return False
-        return len(theirs) == 2 and all(
-            _close(one, other) for one, other in zip((*probes[0].seen, theirs[0]), (*probes[1].seen, ours), strict=True)
-        )
+        tensors = zip((*probes[0].seen, theirs[0]), (*probes[1].seen, ours), strict=True)
+        return len(theirs) == 2 and all(_close(their_tensor, our_tensor) for their_tensor, our_tensor in tensors)
 
 
 def turning(cos: Tensor, sin: Tensor, streams: int) -> tuple[Tensor, Tensor]:

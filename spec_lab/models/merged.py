@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from spec_lab.runners.quantized import is_plain
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names that transformers gives to layers with the same input, in the order in which its modules call them."""
+"""Names that transformers gives to layers with the same input."""
 
 
 class MergedLinear(nn.Module):
-    """Stands in for the first of several linear layers: computes all, returns its own share.
+    """Stands in for the first of several linear layers: whichever is called first computes the outputs of all.
 
     Args:
         layers: in the order in which they are called. Their weights are copied.
@@ -32,31 +32,39 @@ class MergedLinear(nn.Module):
         self.joint.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
         if biases[0] is not None:
             self.joint.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
-        self.rest: list[Tensor] = []
+        self.input: Tensor | None = None
+        self.outputs: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., in] -> [.., out]`` of the first layer."""
-        first, *self.rest = self.joint(x).split(self.sizes, -1)
-        return first
+        return self.output(0, x)
+
+    def output(self, number: int, x: Tensor) -> Tensor:
+        """Return the output of a layer, ``[.., in] -> [.., out]``; it is computed with another layer's of this input.
+
+        Args:
+            number: of the layer, from 0. Models call their layers in any order (Falcon-H1's MLP calls up first).
+            x: the input.
+        """
+        if x is not self.input or number not in self.outputs:
+            self.input, self.outputs = x, dict(enumerate(self.joint(x).split(self.sizes, -1)))
+        output = self.outputs.pop(number)
+        if not self.outputs:
+            self.input = None
+        return output
 
 
 class MergedOutput(nn.Module):
-    """Stands in for a later one: returns what ``MergedLinear`` has computed for it."""
+    """Stands in for a later one, which ``MergedLinear`` computes."""
 
-    def __init__(self, first: MergedLinear) -> None:
+    def __init__(self, first: MergedLinear, number: int) -> None:
         super().__init__()
         self.first = [first]  # in a list: it is no submodule of this one
+        self.number = number
 
-    def forward(self, _: Tensor) -> Tensor:
-        """``[.., in] -> [.., out]`` of this layer.
-
-        Raises:
-            RuntimeError: the model calls its layers in another order.
-        """
-        rest = self.first[0].rest
-        if not rest:
-            raise RuntimeError("its linear layers are not called in the order in which they were merged")
-        return rest.pop(0)
+    def forward(self, x: Tensor) -> Tensor:
+        """``[.., in] -> [.., out]`` of this layer."""
+        return self.first[0].output(self.number, x)
 
 
 def merge(model: Any) -> int:
@@ -75,7 +83,7 @@ def merge(model: Any) -> int:
                 continue
             first = MergedLinear(layers)
             for number, name in enumerate(names):
-                setattr(module, name, MergedOutput(first) if number else first)
+                setattr(module, name, MergedOutput(first, number) if number else first)
             changed += 1
     return changed
 

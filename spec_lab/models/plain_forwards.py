@@ -19,6 +19,8 @@ from torch import Tensor
 from spec_lab.core.own_attention import own_attention
 from spec_lab.models.float32_copy import comparable
 from spec_lab.models.forests import Checked, Rows, largest_error, rounding_error
+from spec_lab.models.fused import unfused
+from spec_lab.models.support import FAILURES
 from spec_lab.runners.attention import SPANS, recurrent_layers
 from spec_lab.runners.quantized import recorded
 from spec_lab.runners.runner import Runner
@@ -31,11 +33,6 @@ EXACT = {torch.float64: 1e-5, torch.float32: 1e-3}
 In float64 too some models compute norms, rotations, softmax or recurrent layers in float32; recurrent layers that do
 are allowed as much as in float32.
 """
-
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-"""Errors that a model's code raises where it does not fit the engine."""
 
 
 class Mismatch(Exception):
@@ -178,7 +175,7 @@ def _finite(logits: Tensor, dtype: torch.dtype, works: str = "") -> Tensor:
 
 @torch.inference_mode()
 def plain_forward(model: Any, texts: Sequence[list[int]], eager: bool = False) -> Tensor:  # [texts, longest, V]
-    """Return the logits of a plain forward over some texts, with transformers' own attention.
+    """Return the logits of a plain forward over some texts, with transformers' own attention and norms.
 
     Shorter texts are followed by other tokens, which no row before them attends to.
 
@@ -194,7 +191,8 @@ def plain_forward(model: Any, texts: Sequence[list[int]], eager: bool = False) -
     try:
         if wanted != before:
             model.set_attn_implementation(wanted)
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        with unfused(model):
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
     finally:
         if wanted != before:
             model.set_attn_implementation(before)

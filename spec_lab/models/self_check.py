@@ -21,8 +21,9 @@ from torch import Tensor
 from spec_lab.core.draft import empty
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.forests import Checked, Rows, decode_forests
-from spec_lab.models.plain_forwards import EXACT, FAILURES, Mismatch, PlainForwards, plain_forward
-from spec_lab.models.support import Unsupported, model_context
+from spec_lab.models.fused import fused_modules
+from spec_lab.models.plain_forwards import EXACT, Mismatch, PlainForwards, plain_forward
+from spec_lab.models.support import FAILURES, Unsupported, model_context
 from spec_lab.runners.attention import Attention, layer_kinds
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.runner import Runner
@@ -198,7 +199,7 @@ def checked(
     packed = any(parameter.is_mkldnn for parameter in model.parameters())
     setting = (
         sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed), str(packed),
-        str(kv_dtype),
+        str(kv_dtype), str(bool(fused_modules(model))),
     )  # fmt: skip
     if sha256 and setting in cache.self_checks:
         return Checked(*cache.self_checks[setting])

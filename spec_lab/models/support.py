@@ -23,6 +23,10 @@ OWN_CACHE = {
     "kimi_linear": "its attention computes keys and values from what the KV cache returns",
     "minimax": "its linear attention keeps its states in a cache of its own",
 }
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors that a model's code raises where it does not fit the engine."""
 NO_LIMIT = 2**20
 """The context of models that have recurrent layers only, which have no largest position."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.forests import Checked
-from spec_lab.models.fused import fuse, on_one_gpu
+from spec_lab.models.fused import fuse, on_one_gpu, unfuse
 from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack, unpack
@@ -125,7 +125,7 @@ class Target:
         settings = self.lm.model_settings._replace(kv_dtype=None)
         if settings.fixed or on_one_gpu(model):
             fuse(model)
-        _pack_checked(model, settings.attention, sha256, self.cache, settings.fixed)
+        _fuse_checked(model, partial(_pack_checked, model, settings.attention, sha256, self.cache, settings.fixed))
         if rows is not None:
             model.set_output_embeddings(ModelServices(model).lm_head_rows(rows))
             pack(model)
@@ -203,13 +203,13 @@ class Target:
                 and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
                 biases, and ``kv_dtype`` is set.
         """
-        stored, automatic = kv_dtype_of(kv_dtype, dtype), device in (None, "auto")
+        stored, device = kv_dtype_of(kv_dtype, dtype), device or "auto"
         options = {
             "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,
-            "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": not automatic,
+            "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": device != "auto",
         }  # fmt: skip
         refuse_pairs(options)
-        if device is None or automatic:
+        if device == "auto":
             device = "cpu" if device_map is not None or tensor_parallel else automatic_device()
         model, tokenizer, folder = load_model(
             path, device, dtype, device_map, tensor_parallel, quantization,
@@ -223,15 +223,35 @@ class Target:
         if graphs or on_one_gpu(model):
             fuse(model)
         if tensor_parallel:  # other ranks would compute replicated layers otherwise
-            check = checked(model, attention, sha256, cache, graphs)
+            check = _fuse_checked(model, partial(checked, model, attention, sha256, cache, graphs))
         else:
-            check = _pack_checked(model, attention, sha256, cache, graphs, stored)
+            check = _fuse_checked(model, partial(_pack_checked, model, attention, sha256, cache, graphs, stored))
         lm = CausalLM(model, attention, chunk, graphs, stored)
         return Target(
             lm, tokenizer, path, limit, sha256, check.error, cache, source_sha256=source, folder=folder,
             gguf_file=path if path.endswith(".gguf") else "", tolerance=check.allowed,
             checked_in_float32=check.in_float32,
         )  # fmt: skip
+
+
+def _fuse_checked(model: Any, check: Callable[[], Checked]) -> Checked:
+    """Return a model's check; of its modules as transformers computes them if it passes so only (``models.fused``).
+
+    Raises:
+        Unsupported: it fails either way.
+    """
+    try:
+        return check()
+    except Unsupported as refusal:
+        if not unfuse(model):
+            raise
+        LOG.info("Self-check: again without fused norms and attention (%s)", refusal)
+        unfused = check()
+        LOG.warning(
+            "The model runs without fused norms and attention, which is slower: with them the self-check fails (%s)",
+            refusal,
+        )
+        return unfused
 
 
 def _pack_checked(

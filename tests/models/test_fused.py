@@ -1,5 +1,6 @@
 """Decoder layers in fewer kernels: the same logits, and only modules that compute what their replacement does."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,15 +8,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from spec_lab.core.draft import Draft, empty
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.shape import chain, forest
-from spec_lab.models.fused import FusedAttention, fuse, on_one_gpu, unfuse
+from spec_lab.models import fused, target
+from spec_lab.models.fused import FusedAttention, fuse, fused_modules, on_one_gpu, unfuse
 from spec_lab.models.merged import merge
+from spec_lab.models.self_check import self_check
 from spec_lab.runners.causal_lm import CausalLM
+from tests.recurrent import FAMILIES as RECURRENT
+from tests.recurrent import build
 from tests.runners.replays import replayed
 from tests.runners.test_causal_lm import TREE, life, random_draft
-from tests.tiny import FAMILIES, WINDOWED, tiny_model
+from tests.tiny import COMMON, FAMILIES, WINDOWED, tiny_model
 
 ROTARY = {"llama", "qwen2", "mistral", "gemma", "granite", "starcoder2", "qwen2-windows", "mistral-windows"}
 """Families whose attention is replaced in float64, in which no norm is. Cohere's interleaves the rotated halves."""
@@ -111,7 +118,70 @@ def test_a_norm_that_computes_something_else_stays():
     assert "forward" not in vars(first) and "forward" in vars(second)
 
 
-NO_KERNEL = ("_unsafe_view", "empty", "new_empty")
+@pytest.mark.parametrize("family", RECURRENT)
+def test_models_with_recurrent_layers_pass_the_self_check(family):
+    """Some have norms with a gate, or multiply by the output of gate_proj last."""
+    model = RECURRENT[family]()
+    fuse(model)
+    assert self_check(model, "spans").passed
+
+
+class Refuses(LlamaRMSNorm):
+    """A norm whose code cannot compute rows of this shape."""
+
+    def forward(self, hidden_states):
+        raise IndexError("rows")
+
+
+def test_a_norm_that_raises_an_error_stays():
+    model = tiny_model("llama", torch.float32)
+    first = model.model.layers[0].input_layernorm
+    first.__class__ = Refuses
+    fuse(model)
+    assert "forward" not in vars(first)
+
+
+@pytest.mark.parametrize("clip", [None, 0.8, 8.0])
+def test_attention_that_clamps_stays(clip):
+    model = build("olmo", **COMMON, clip_qkv=clip)
+    fuse(model)
+    assert len(replaced(model)) == (2 if clip is None else 0)
+
+
+class Doubled(Qwen3Attention):
+    """Attention that returns twice as much."""
+
+    def forward(self, *given, **named):
+        attended, weights = super().forward(*given, **named)
+        return 2 * attended, weights
+
+    forward.__signature__ = signature(Qwen3Attention.forward)
+
+
+def test_attention_that_stays_keeps_nothing_of_its_replacement():
+    model = tiny_model("qwen3", torch.float32)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.__class__ = Doubled
+    fuse(model)
+    assert replaced(model) == [second]
+    assert [hasattr(attention, "query_key_weight") for attention in (first, second)] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_a_wrong_norm_is_unfused_and_checked_again(dtype, monkeypatch, caplog):
+    monkeypatch.setattr(fused, "_equal", lambda norm, other: True)
+    model = tiny_model("llama", dtype)
+    for layer in model.model.layers:
+        layer.input_layernorm.__class__ = OneMore
+    fuse(model)
+    assert fused_modules(model)
+    check = target._fuse_checked(model, lambda: target._pack_checked(model, "spans", "weights", ProcessCache()))
+    assert check.passed and not fused_modules(model)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "without fused norms" in warning and "standard deviations" in warning
+
+
+NO_KERNEL = ("aten::_unsafe_view", "aten::empty", "aten::new_empty")
 
 
 class Operators(TorchDispatchMode):
@@ -128,11 +198,7 @@ class Operators(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         views = any(result.alias_info and not result.alias_info.is_write for result in operator._schema.returns)
-        self.count += not views and operator._schema.name not in (
-            "aten::_unsafe_view",
-            "aten::empty",
-            "aten::new_empty",
-        )
+        self.count += not views and operator._schema.name not in NO_KERNEL
         return operator(*given, **named or {})
 
 
