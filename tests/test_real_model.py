@@ -84,11 +84,13 @@ def test_a_resumed_file_is_the_one_of_a_single_run(target, tmp_path):
 
 
 def test_the_command_states_what_it_wrote(target, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(conversations, "load", lambda engine, device: target)
+    loaded = []
+    monkeypatch.setattr(conversations, "load", lambda engine, device: loaded.append((engine, device)) or target)
     file = tmp_path / "chats.jsonl"
     conversations.main([str(file), "--count", "2", *OPTIONS])
     tokens = sum(line["tokens"] for line in lines_of(file))
     assert f" {tokens} tokens of answers" in capsys.readouterr().out
+    assert loaded == [("transformers", "cpu")]
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     try:
         before = sum(line["tokens"] for line in earlier(chosen.file, settings))  # refused before the model is loaded
-        target = load(engine="transformers", device=None if chosen.device == "cpu" else chosen.device)
+        target = load(engine="transformers", device=chosen.device)
         lines = write(chosen.file, target, chosen.count, settings, chosen.batch)
     except ValueError as error:
         parser.error(str(error))

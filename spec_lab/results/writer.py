@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,12 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: in
         group, arm, turn: see ``schema``.
         first: number of the first step among those of all turns of the group.
     """
-    forwards, steps, captured = [], [], 0.0
+    forwards, steps = [], []
     last = {}  # each sequence's latest row
     numbers = numbered([sequence for info in infos for sequence in info.sequences])
-    for number, info in enumerate(infos, first):
-        timed = info.row()
-        start = info.clock.seconds(infos[0].began, info.began) - captured
-        captured += timed["capture"]
+    for number, (info, start) in enumerate(zip(infos, starts(infos), strict=True), first):
         key = {"group": group, "arm": arm, "forward": number}
-        forwards.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **timed})
+        forwards.append({"id": f"{group}/{arm}/{number}", **key, "turn": turn, "start": start, **info.row()})
         for sequence, row in zip(info.sequences, info.rows(), strict=True):
             sequence_number, parent = numbers[sequence]
             name = f"{sequence.request.id}/{arm}/{sequence_number}/{number}"
@@ -64,6 +62,14 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: in
         if sequence.finish in BROKEN:
             row["expected_kind"] = ""
     return forwards, steps
+
+
+def starts(infos: Seq[StepInfo]) -> list[float]:
+    """Return the seconds from the start of the first step to that of each one, without those of captures."""
+    captured = [0.0, *accumulate(info.seconds()["capture"] for info in infos)]
+    return [
+        info.clock.seconds(infos[0].began, info.began) - before for info, before in zip(infos, captured, strict=False)
+    ]
 
 
 def replay_rows_of(
@@ -180,8 +186,10 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
     first: dict[int, StepInfo] = {}  # by request: the step that emitted its first token
     final: dict[SequenceState, StepInfo] = {}
     computing: dict[SequenceState, float] = {}  # ``prefill_compute_seconds``
+    began, ended = dict(zip(infos, starts(infos), strict=True)), dict[StepInfo, float]()  # without captures
     for info in infos:
-        seconds = info.clock.seconds(info.began, info.ended)
+        seconds = info.seconds()["whole"]
+        ended[info] = began[info] + seconds
         for sequence, share in computed_shares(info).items():
             admitted.setdefault(sequence.request.id, info)
             if sequence.request.id not in first:
@@ -192,13 +200,12 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
     for sequence in sequences:
         emitted, own_first = len(sequence.tokens) - sequence.born, 0
         number, parent = numbers[sequence]
-        prompt_done, begun = first.get(sequence.request.id), admitted.get(sequence.request.id)
+        prompt_done, admission = first.get(sequence.request.id), admitted.get(sequence.request.id)
         prefill = decode = 0.0
-        if prompt_done is not None and begun is not None:
-            clock = prompt_done.clock
-            prefill = clock.seconds(begun.began, prompt_done.ended)
+        if prompt_done is not None and admission is not None:
+            prefill = ended[prompt_done] - began[admission]
             if sequence in final:
-                decode = clock.seconds(prompt_done.ended, final[sequence].ended)
+                decode = ended[final[sequence]] - ended[prompt_done]
             if sequence in prompt_done.sequences:  # tokens forced before the first step are computed by the prefill too
                 at = prompt_done.sequences.index(sequence)
                 before = prompt_done.context[at] - len(sequence.request.tokens)

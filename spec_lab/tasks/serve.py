@@ -349,11 +349,12 @@ def serve_segment(
                 continue
             if roofline is not None and not info.chunks and not any(info.prefill):
                 decoded.append(info.slim())
+            seconds = end - began - info.seconds()["capture"]
             for sequence, share in computed_shares(info).items():
                 row = rows[sequence.request.id]
                 row.setdefault("admitted", began)
                 if "first_token" not in row:
-                    row["prefill_compute_seconds"] += share * (end - began)
+                    row["prefill_compute_seconds"] += share * seconds
             for sequence in info.sequences:
                 row = rows[sequence.request.id]
                 row.setdefault("first_token", end)

@@ -1,7 +1,5 @@
 """The record of a step: where its seconds go."""
 
-from itertools import count
-
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
@@ -9,31 +7,21 @@ from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.step_info import PHASES
 from spec_lab.drafters.draft_model.propose import DraftModel
-from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.results.writer import rows_of
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token
 from tests.propose.lab import requests
+from tests.runners.replays import LONG, slow_target
 from tests.tiny import CONTEXT, tiny_model
-
-LONG = 10**6
-"""Seconds of a capture, of a clock that counts its marks."""
 
 
 @pytest.fixture
 def rows():
     """Rows of ``forwards`` of a target and a draft model in fixed shapes."""
-    target = Target(CausalLM(tiny_model(), fixed=True), None, "tiny", CONTEXT, "", 0.0)
-    draft, marks, captures = CausalLM(tiny_model(seed=1), fixed=True), count(), []
-    target.lm.clock.mark = lambda: float(next(marks)) + LONG * len(captures)
-
-    def capture(forward):
-        captures.append(forward)
-        return forward
-
-    target.lm.graphs.capture = draft.graphs.capture = capture
+    draft = CausalLM(tiny_model(seed=1), fixed=True)
+    target = slow_target(draft)
     proposer = DraftModel(draft, CONTEXT, TreePlan(parse("1x1"), "point"))
     return rows_of(list(fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), requests(new=12))), 0, "")[0]
 

@@ -10,7 +10,7 @@ import pytest
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
-from spec_lab.decode.engine import Engine, Limits
+from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.propose import Null
 from spec_lab.results import old_names, schema, writer
 from spec_lab.results.writer import Recorder, load
@@ -19,6 +19,7 @@ from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Match
 from tests.labs import Repeat, lab, settings
+from tests.runners.replays import LONG, slow_target
 from tests.tiny import tiny_target
 
 
@@ -106,6 +107,19 @@ def test_prompts_in_chunks_share_each_step_with_those_that_decode():
         expected = sum(share * seconds for share, seconds in zip(share, spent[first:], strict=False))
         assert outcome.prefill_compute_seconds == pytest.approx(expected)
     assert done[1].prefill_seconds >= sum(spent[:4]) > done[1].prefill_compute_seconds
+
+
+def test_seconds_of_requests_leave_out_captures():
+    arm = Arm(slow_target(), Repeat(2), Match(), CounterDraws(0))
+    engine = fixed_group(arm, [Request(number, "", (1, 2, 3), max_new_tokens=12) for number in range(2)])
+    infos = list(engine)
+    forwards, _ = writer.rows_of(infos, 0, "")
+    assert sum(row["captures"] for row in forwards[1:]) > 0
+    last = forwards[-1]["start"] + forwards[-1]["whole"]
+    outcomes = writer.outcomes(engine.sequences, infos, {})
+    assert max(outcome.prefill_seconds + outcome.decode_seconds for outcome in outcomes) == last < LONG
+    computed = sum(outcome.prefill_compute_seconds for outcome in outcomes)
+    assert computed == pytest.approx(forwards[0]["whole"])
 
 
 def rows(group: int, tag: str = "") -> tuple[list, list, list]:

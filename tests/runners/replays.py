@@ -1,8 +1,32 @@
 """Capture and replay as a CUDA graph does it, on the CPU: the same operations on the same tensors, without Python."""
 
+from itertools import count
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from spec_lab.models.target import Target
+from spec_lab.runners.causal_lm import CausalLM
+from tests.tiny import CONTEXT, tiny_model
+
+LONG = 10**6
+"""Seconds of a capture (``slow_target``)."""
+
+
+def slow_target(*drafts):
+    """A target whose captures, and those of draft models, take ``LONG`` seconds each. Its clock counts its marks."""
+    target = Target(CausalLM(tiny_model(), fixed=True), None, "tiny", CONTEXT, "", 0.0)
+    marks, captures = count(), []
+    target.lm.clock.mark = lambda: float(next(marks)) + LONG * len(captures)
+
+    def capture(forward):
+        captures.append(forward)
+        return forward
+
+    for lm in (target.lm, *drafts):
+        lm.graphs.capture = capture
+    return target
 
 
 class Recorder(TorchDispatchMode):

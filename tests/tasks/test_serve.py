@@ -23,8 +23,9 @@ from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
 from spec_lab.tasks.serve import ROOFLINE, SERVED, TIMING, serve, serve_segment
 from spec_lab.verify import Match, Token, Traversal
-from tests.labs import TEXTS, lab, settings
+from tests.labs import TEXTS, Repeat, lab, settings
 from tests.propose.lab import COLD, WARM, draft_model
+from tests.runners.replays import LONG, slow_target
 from tests.tiny import tiny_target
 
 PROMPTS = ((3, 14, 15), (2, 7), (31, 41, 5, 9, 2, 6, 5, 35, 8), (8,), (1, 2, 3, 1))
@@ -150,6 +151,14 @@ def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain
     shares = [4 / 5, 4 / 5, 1 / 2]  # of the steps: chunks of 4, 4 and 1 tokens beside one decoded token
     assert columns(rows, "prefill_compute_seconds") == [(1,), (pytest.approx(sum(shares)),)]
     assert [len(info.chunks) for info in time.infos] == [0, 1, 1, 0, 0]
+
+
+def test_captures_are_no_seconds_of_a_prompt():
+    target = slow_target()
+    arm, mark = Loop(target, Repeat(2), Match(), CounterDraws(0)), target.lm.clock.mark
+    rows = serve_segment(arm, requests([6, 6, 6]), [0.0] * 3, Limits(2), clock=mark, sleep=lambda seconds: None)
+    assert rows[2]["first_token"] > LONG  # it waits for the others, whose step is captured
+    assert all(0 < row["prefill_compute_seconds"] < 1000 for row in rows)
 
 
 def test_a_preempted_request_keeps_its_admission_and_finishes(time, plain):

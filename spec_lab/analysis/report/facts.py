@@ -25,7 +25,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]
     names = arm_names({arm: facts.get("name") for arm, facts in proposers.items()})
-    device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
+    device = (target.get("dtype"), device_text(manifest), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
         "experiment": config.get("name"),
@@ -53,10 +53,11 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     }
 
 
-def device_text(target: Mapping[str, Any], ranks: int) -> str | None:
-    """Return where the target was; null means what it means to ``Target.load``. None for a target without device."""
+def device_text(manifest: Mapping[str, Any]) -> str | None:
+    """Return where the target was; of older runs, whose manifests lack the device, the option (null was the CPU)."""
+    target = manifest["config"].get("target") or {}
     if target.get("device_map"):
         return f"device map {target['device_map']}"
     if target.get("tensor_parallel"):
-        return f"{ranks} ranks"
-    return target["device"] or "cpu" if "device" in target else None
+        return f"{manifest.get('ranks', 1)} ranks"
+    return manifest.get("device") or (target["device"] or "cpu" if "device" in target else None)
