@@ -203,7 +203,7 @@ class Target:
                 and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
                 biases, and ``kv_dtype`` is set.
         """
-        stored, device = kv_dtype_of(kv_dtype, dtype), device or "auto"
+        stored, device = kv_dtype_of(kv_dtype, dtype), "auto" if device is None else device
         options = {
             "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,
             "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": device != "auto",
