@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -176,7 +177,6 @@ def check_composition(arguments: Sequence[str]) -> None:
     if given.config_dir:
         url = f"file://{Path(given.config_dir).resolve()}"
         folders.prepend("command-line", url, SearchPathQuery(provider="schema"))  # as Hydra does
-    mode = RunMode.MULTIRUN if given.multirun else RunMode.RUN
     try:
         with hydra.initialize_config_dir(path, version_base="1.3"):  # it restores what was there before
             GlobalHydra.instance().clear()
@@ -184,12 +184,15 @@ def check_composition(arguments: Sequence[str]) -> None:
             loader = GlobalHydra.instance().config_loader()
 
             def compose(overrides: list[str]) -> DictConfig:
-                return loader.load_configuration(given.config_name or "config", overrides, mode)
+                load = partial(loader.load_configuration, given.config_name or "config", overrides)
+                config = load(run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False)
+                swept = given.multirun or config.hydra.mode == RunMode.MULTIRUN  # an experiment may say so
+                return config if swept else load(run_mode=RunMode.RUN)
 
             try:
                 compose(given.overrides)
             except HydraException as error:
-                composer = Composer(compose, loader.get_group_options, given.multirun)
+                composer = Composer(compose, loader.get_group_options)
                 raise ValueError(suggestion(error, given.overrides, composer)) from error
     except ValueError:
         raise

@@ -44,12 +44,10 @@ class Composer(NamedTuple):
     Args:
         compose: the default config with some overrides.
         choices: the names of the options of a config group.
-        many: whether several values of an option make a sweep.
     """
 
     compose: Callable[[list[str]], DictConfig]
     choices: Callable[[str], list[str]]
-    many: bool
 
 
 def suggestion(error: HydraException, overrides: Sequence[str], composer: Composer) -> str:
@@ -82,7 +80,7 @@ def suggestion(error: HydraException, overrides: Sequence[str], composer: Compos
     if group == "experiment" or at:
         known = composer.choices(group)
         return f"{first} must begin with a plus: +{first}" if value in known else of_choice(group, value, known)
-    if composer.many and (swept := _swept(option, overrides)):
+    if swept := _swept(option, overrides):
         return f"{option} is no option of every value of {swept}: write ++{option}={value}, or give one value of it"
     return of_option(option, value, config)
 

@@ -38,8 +38,10 @@ def fault(error: BaseException, target: str) -> str:
     """
     expected = isinstance(error, InstantiationException | OSError | OmegaConfBaseException | TypeError | ValueError)
     cause = causes(error)[-1]  # of Hydra's errors: that of the import
-    if isinstance(error, InstantiationException) and cause is not error:
-        return visible(f"_target_={target} cannot be imported: {described(cause)}{location(cause, target)}")
+    if isinstance(error, InstantiationException):
+        imported = cause is not error  # else Hydra refuses it
+        why = f" cannot be imported: {described(cause)}{location(cause, target)}" if imported else f": {reason(error)}"
+        return visible(f"_target_={target}{why}")
     if expected and target.partition(".")[0] == __name__.partition(".")[0]:
         return reason(error)
     where = location(error, target)

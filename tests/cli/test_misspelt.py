@@ -57,7 +57,8 @@ def test_what_was_meant_is_said_in_one_line(overrides, meant):
 
 
 def test_overrides_that_compose_pass():
-    for arguments in (["proposer=ngram", "proposer.depth=3"], ["+experiment=eagle3", "--multirun", "seed=1,2"]):
+    of_a_sweep = ["+experiment=draft_length", "proposer.depth=2,4"]  # it says itself that it is one
+    for arguments in (["proposer=ngram", "proposer.depth=3"], of_a_sweep, ["--multirun", "seed=1,2"]):
         check(arguments)
 
 

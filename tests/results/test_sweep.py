@@ -549,7 +549,7 @@ def test_an_invalid_choice_is_refused_before_anything_runs(cli, tiny, tmp_path, 
     some = [option for option in tiny if not option.startswith("proposer")]
     code, _, errors = cli("--multirun", *some, "prompts.limit=1", "proposer=ngram,ngrm")
     assert code == 1
-    assert "Could not find 'proposer/ngrm'" in errors
+    assert "proposer=ngrm is not an option of conf/proposer" in errors
     assert not decoded and not sweep.is_sweep(tmp_path / "swept")  # nothing to wait for
 
 

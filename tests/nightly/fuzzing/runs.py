@@ -75,7 +75,7 @@ def feed_options(arguments: list[str]) -> int:
     left = {path.name for path in Path("out").glob("*")}
     if code and left and not left & {"summary.json", "certificate.json", "parts"}:
         print(f"FAULT: files are left: {sorted(left)}")
-    option = re.match(r"(?:\w+\.)*(\w+)=", arguments[-1])
+    option = re.match(r"(?:\w+\.)*(\w+)=", arguments[-1]) if arguments[-1] not in SHORT else None  # which are right
     if code and option and option[1] not in said.getvalue():
         print(f"FAULT: {option[1]} is not named")
     return code
