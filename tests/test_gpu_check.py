@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from weakref import ref
 
+import pytest
 import torch
 
 from experiments.gpu.check import rows
@@ -27,6 +28,13 @@ def read(folder):
     return json.loads((folder / "gpu_check.json").read_text())
 
 
+def test_a_chosen_part_runs_on_a_cpu(tmp_path):
+    assert gpu_check.main(["--device", "cpu", "--parts", "4", "--output", str(tmp_path)]) == 0
+    growth = read(tmp_path)["kv_growth"]["results"]
+    assert growth["float32, first difference"] is None and growth["float32, captured"]["captures"]["draft"][0] > 0
+
+
+@pytest.mark.nightly
 def test_every_part_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     """Other packages cannot be imported there."""
     for name in NOT_THERE:
