@@ -185,9 +185,11 @@ def check_composition(arguments: Sequence[str]) -> None:
 
             def compose(overrides: list[str]) -> DictConfig:
                 load = partial(loader.load_configuration, given.config_name or "config", overrides)
-                config = load(run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False)
-                swept = given.multirun or config.hydra.mode == RunMode.MULTIRUN  # an experiment may say so
-                return config if swept else load(run_mode=RunMode.RUN)
+                if given.multirun or re.search(r"=.*[,(]", "\n".join(overrides)):  # perhaps several values
+                    config = load(run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False)
+                    if given.multirun or config.hydra.mode == RunMode.MULTIRUN:  # an experiment may say so
+                        return config
+                return load(run_mode=RunMode.RUN)
 
             try:
                 compose(given.overrides)
