@@ -206,7 +206,7 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
     failed = {trial.params["proposer.depth"] for trial in trials(tmp_path / "swept") if trial.state is TrialState.FAIL}
     assert failed == {"oops"}
     (run,) = [run for run in sweep.runs(tmp_path / "swept") if run.state == "failed"]
-    assert "proposer.depth must be a whole number from 1 to 1024, not 'oops'" in run.error
+    assert "proposer.depth must be a whole number from 0 to 1024 or one of auto, not 'oops'" in run.error
     assert (
         "Traceback" not in errors and f"best tokens_per_second of {states.count(TrialState.COMPLETE)} trials" in output
     )
