@@ -146,7 +146,7 @@ def check_texts(config: DictConfig) -> None:
         raise Refused(f"spec_lab: {qualified(str(error), 'task', given)}") from error
 
 
-def check_unused(config: DictConfig) -> None:
+def drop_unused(config: DictConfig) -> None:
     """Refuse parts that were given to a task that does not use them; leave out others that it does not use.
 
     They would be built, and drafters may calibrate, policies measure. Others are defaults, of every run or of an

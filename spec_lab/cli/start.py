@@ -23,7 +23,7 @@ from spec_lab.cli.config_checks import (
     check_options,
     check_texts,
     check_torchrun,
-    check_unused,
+    drop_unused,
 )
 from spec_lab.cli.declarations import qualified
 from spec_lab.cli.redaction import overrides_of, written
@@ -173,7 +173,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     check_options(config)
     check_gguf(config)
     check_texts(config)
-    check_unused(config)
+    drop_unused(config)
     check_torchrun(config)
     import torch
 

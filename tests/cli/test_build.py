@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli import config_checks
 from spec_lab.cli.build import CONTRACTS, build, under_policy
 from spec_lab.cli.bundled import conf
-from spec_lab.cli.config_checks import check_drawing, check_gguf, check_texts, check_unused
+from spec_lab.cli.config_checks import check_drawing, check_gguf, check_texts, drop_unused
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief_repr
 from spec_lab.core.protocols import Part, check_declared, members, required
@@ -381,9 +381,9 @@ def test_parts_that_a_task_does_not_use_are_refused_before_they_are_built(task, 
     monkeypatch.setattr(HydraConfig, "initialized", lambda: False)  # nothing is known of what was typed
     part = options[0].partition("=")[0].partition("@")[2] or options[0].partition("=")[0]
     with pytest.raises(Refused, match=part):
-        check_unused(composed(task, "proposer=none", *options))
-    check_unused(composed(task, "proposer=none", "~verifier"))
-    check_unused(composed(*options))
+        drop_unused(composed(task, "proposer=none", *options))
+    drop_unused(composed(task, "proposer=none", "~verifier"))
+    drop_unused(composed(*options))
 
 
 def test_what_only_the_defaults_name_is_left_out(monkeypatch):
@@ -391,11 +391,11 @@ def test_what_only_the_defaults_name_is_left_out(monkeypatch):
     monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
     monkeypatch.setattr(config_checks, "overrides_of", lambda _: ["task=train"])
     monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"runtime": {"choices": {}}}))
-    check_unused(config)
+    drop_unused(config)
     assert config.proposer == {"_target_": "spec_lab.propose.Null.load"}
     monkeypatch.setattr(config_checks, "overrides_of", lambda _: ["task=train", "proposer.depth=3"])
     with pytest.raises(Refused, match="uses no proposer: set proposer=none"):
-        check_unused(composed("task=train"))
+        drop_unused(composed("task=train"))
 
 
 @pytest.mark.parametrize("experiment", ["certify", "llama_cpp_peers", "draft_tree"])

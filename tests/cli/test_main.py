@@ -146,7 +146,7 @@ def test_every_experiment_composes_and_is_a_small_delta(cli, name):
     for peer in config.peers.values():
         signature = inspect.signature(get_object(peer.pop("_target_")))
         signature.bind(**peer, **dict.fromkeys({*GIVEN} & set(signature.parameters)))
-    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 26  # recipes list their options
+    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 24  # recipes list their options
 
 
 @pytest.fixture(scope="module")
