@@ -129,7 +129,9 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     if lossless is None or lossless != lossless:
         return "", ""
     if not lossless:
-        return "lossy", f"verifier '{arm.get('verifier')}' does not preserve the target distribution"
+        tv, size = certificate.get("worst_tv"), certificate.get("instances")
+        far = "" if tv is None else f": total variation up to {tv:.2g} on {size} toys ({certificate['worst_instance']})"
+        return "lossy", f"verifier '{arm.get('verifier')}' does not preserve the target distribution{far}"
     if certificate.get("failure"):
         return "NOT lossless", f"verifier '{arm.get('verifier')}' is declared lossless, but: {certificate['failure']}"
     if isinstance(certified, str) or certified is True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -81,7 +81,7 @@ def task(config: DictConfig) -> Any:
 
 
 def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
-    """Call what ``config[part]`` names with its scalar arguments and with live objects.
+    """Call what ``config[part]`` names with its scalar arguments and with those live objects that its signature names.
 
     Live objects go in by call: Hydra would turn those that are dataclasses into configs. The ``parts`` of a hybrid are
     built first. The ``inner`` proposer of another is loaded by it, for the target that it passes; its inner
@@ -97,15 +97,16 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
     """
     named = part_config(config, part)
+    configured: dict[str, Any] = {}
     if OmegaConf.is_dict(named.get("parts")):  # of a hybrid, which are built first
-        live |= {"parts": build_each(config, f"{part}.parts", **live)}
+        configured["parts"] = build_each(config, f"{part}.parts", **live)
         named = without(named, "parts")
     if OmegaConf.is_dict(named.get("inner")):
 
         def inner(target: Target) -> Any:
             return build(config, f"{part}.inner", target=target)
 
-        live |= {"inner": inner, "verifier": build(config, f"{part}.verifier", "verifier")}
+        configured |= {"inner": inner, "verifier": build(config, f"{part}.verifier", "verifier")}
         named = without(named, "inner", "verifier")
     with_policy = part.partition(".")[0] in ("proposer", "arms") and "policy" in named
     if with_policy:
@@ -113,7 +114,8 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
     group = group or part.partition(".")[0]
     group = {"arms": "proposer", "verifiers": "verifier"}.get(group, group)
     try:
-        made = instantiate(named, _partial_=True, _convert_="all")(**live)
+        factory = instantiate(named, _partial_=True, _convert_="all")
+        made = factory(**arguments(factory, live, configured, str(named._target_)))
         if made is None and named._target_ in NOTHING:
             return None
         check_part(made, group, str(named._target_))
@@ -130,6 +132,32 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
         text = _of_part(text, group, part)
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     return under_policy(config, f"{part}.policy", made, **live) if with_policy else made
+
+
+def arguments(
+    factory: Callable[..., Any], live: Mapping[str, Any], configured: Mapping[str, Any], target: str
+) -> dict[str, Any]:
+    """Return the arguments of a factory: ``configured``, and those live objects that its signature names; all where it
+    accepts any name, or where its signature is not known.
+
+    Raises:
+        TypeError: it requires an argument that is none of them and has no value in its config; names it.
+    """
+    every = {**live, **configured}
+    try:
+        named = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return every
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
+        return every
+    for name, parameter in named.items():
+        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        if required and name not in every:
+            raise TypeError(
+                f"_target_={target}: {name} is required and has no value: give it in the YAML file, or a default; live "
+                f"objects that can be named are {', '.join(every) or 'none for this part'}"
+            )
+    return {**{name: value for name, value in live.items() if name in named}, **configured}
 
 
 def _of_part(message: str, group: str, part: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from traceback import walk_tb
 from types import FrameType, TracebackType
+
+from spec_lab.core.terminal import visible
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Folders of Python's own modules and of installed packages."""
@@ -42,6 +45,19 @@ class attributed:
             return
         where = location(error, type(self.part).__module__)
         raise PartError(f"{self.kind} '{_name(self.part)}' raised {described(error)}{where}") from error
+
+
+def warn(what: str, error: Exception, module: str, then: str) -> None:
+    """Print an error in code that a run does not depend on, in one line of standard error.
+
+    Args:
+        what: raised it, such as "figure 'acceptance'".
+        error: the error.
+        module: that of the code.
+        then: what happens without it.
+    """
+    text = " ".join(f"{what} raised {described(error)}{location(error, module)}: {then}".split())
+    print(f"spec_lab: {visible(text)}", file=sys.stderr)
 
 
 def of_a_part(error: BaseException | None) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_lab.core.faults import warn
 from spec_lab.core.files import Unreadable, expect
 from spec_lab.results.old_names import read_summary
 
@@ -154,10 +155,23 @@ class Result:
     constraint: str | None = None
 
     def draw(self, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the figures that there is data for, by name: all, or those of ``names``."""
+        """Return the figures that there is data for, by name: all, or those of ``names``. One that cannot be drawn is
+        left out, with a warning.
+        """
         makers = {name: make for section in self.sections for name, make in section.figures.items()}
-        made = {name: make() for name, make in makers.items() if names is None or name in names}
+        made: dict[str, Any] = {}
+        for name, make in makers.items():
+            if names is None or name in names:
+                try:
+                    made[name] = make()
+                except Exception as error:
+                    no_figure(name, error)
         return {name: figure for name, figure in made.items() if figure is not None}
+
+
+def no_figure(name: str, error: Exception) -> None:
+    """Warn that a figure cannot be drawn."""
+    warn(f"figure '{name}'", error, __name__, "it is left out; the run's rows and summary are complete")
 
 
 def read_run(folder: Path, shape: Mapping[str, Any], file: str = "summary.json") -> tuple[dict[str, Any], ...]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spec_lab.analysis.tracking import Tracker
+from spec_lab.analysis.tracking import Guarded, Tracker
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
 from spec_lab.core import machine_limits
@@ -132,6 +132,10 @@ class Lab:
     pieces: Sequence[bytes] | None = None
     rebuild: Callable[[Mapping[str, Any]], Proposer] | None = None
     modes: Callable[[Any], Proposer] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tracker, Guarded):  # an error in it must not end the run
+            object.__setattr__(self, "tracker", Guarded(self.tracker))
 
     def arms(self, settings: Settings) -> dict[str, GroupDecoder]:
         """Every arm by name.

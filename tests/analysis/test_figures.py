@@ -6,11 +6,13 @@ import struct
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import NodePosition, tree_layout
 from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.results.sweep import drawings
+from spec_lab.results.result import Result, Section
 from spec_lab.tasks.benchmark import DRAWN, run
 from tests.analysis.drawn import drawn_of, run_figures
 from tests.labs import Repeat, lab, settings
@@ -90,6 +92,22 @@ def test_a_tree_shows_each_arm_that_drafts(tables):
         for arm in ("speculative", "longer")
         if arm == "longer" or len(frames.accepted_tree(metrics.decode_steps(tables.steps, arm)))
     ]
+
+
+def test_a_figure_that_fails_is_left_out_and_named(tmp_path, capsys):
+    def fails():
+        raise KeyError("no such column")
+
+    def unreadable():
+        figure = Figure()
+        figure.text(0, 0, "$\\frac$")
+        return figure
+
+    makers = {"wrong": fails, "odd": unreadable, "right": Figure}
+    files = figures.save(Result("", "", [Section("", figures=makers)]).draw(), tmp_path, ("png",))
+    assert [file.name for file in files] == ["right.png"]
+    errors = capsys.readouterr().err
+    assert "figure 'wrong' raised KeyError: 'no such column'" in errors and "figure 'odd' raised ValueError" in errors
 
 
 def test_nothing_draws_nothing(tables):

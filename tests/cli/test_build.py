@@ -153,6 +153,20 @@ def test_a_module_that_cannot_be_imported_is_named_with_the_line(plugin, text, s
     assert said in package and "PLUGIN.py:" in package
 
 
+def test_a_factory_is_given_the_live_objects_that_it_names(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from spec_lab.verify import Token\ndef none(): return Token()\ndef some(b, c=1): return Token()\n"
+    (tmp_path / "named_live.py").write_text(f"{text}def every(**live): return Token() if len(live) == 2 else None\n")
+    for name in ("none", "some", "every"):
+        config = OmegaConf.create({"verifier": {"_target_": f"named_live.{name}"}})
+        assert build(config, "verifier", a=1, b=2) == Token()
+
+
+def test_an_argument_that_is_no_live_object_is_named_with_those_that_are(plugin):
+    said = plugin("def make(tgt): ...\n", target=1)
+    assert "tgt is required" in said and "live objects that can be named are target" in said
+
+
 def test_a_property_that_raises_is_named_with_the_line(plugin):
     text = "from spec_lab.verify import Token\nclass make(Token):\n    @property\n    def name(self):\n"
     assert "KeyError: 'lost' (PLUGIN.py:5, in name)" in plugin(f"{text}        {{}}['lost']\n", "verifier")

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis import metrics, report
+from spec_lab.analysis.tracking import Tracker
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.drafters.block.propose import BlockDrafter
@@ -40,6 +41,26 @@ def done(tmp_path_factory):
     out, console = tmp_path_factory.mktemp("run") / "out", quiet()
     assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
     return out, console.file.getvalue()
+
+
+class Broken(Tracker):
+    """Fails at the first group."""
+
+    closed = 0
+
+    def group(self, number, figures):
+        raise IndexError("no such chart")
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_tracker_that_fails_is_named_and_the_run_continues(tmp_path, capsys):
+    tracker = Broken()
+    assert run(lab(TEXTS[:2], tracker=tracker), settings(tmp_path, batch_size=1), CONFIG, quiet()) == 0
+    errors = capsys.readouterr().err
+    assert errors.count("tracker 'Broken' raised IndexError: no such chart (") == 1 and "in group)" in errors
+    assert (tmp_path / "summary.json").is_file() and tracker.closed == 1
 
 
 def test_a_run_writes_every_file(done):

@@ -53,6 +53,7 @@ from spec_lab.analysis.figures.verifiers import verifier_label, verifier_panels
 from spec_lab.analysis.metrics import Tables, sweeps
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.core.files import own_folder, replacing
+from spec_lab.results.result import no_figure
 
 Figures = dict[str, Figure]
 """Figures by the name of their file, without ending."""
@@ -64,16 +65,29 @@ def file_name(figure: str, key: str) -> str:
 
 
 def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write each figure in each format; returns the files."""
+    """Write each figure in each format; returns the files. One that cannot be rendered is left out, with a warning.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     own_folder(folder)
     # Strong compression takes longer than drawing. Without a date the same rows give the same file.
     options: dict[str, dict[str, Any]] = {
         "png": {"pil_kwargs": {"compress_level": 3}},
         "svg": {"metadata": {"Date": None}},
     }
-    files = [(folder / f"{name}.{form}", form, figure) for name, figure in figures.items() for form in formats]
+    files: list[Path] = []
     with rc_context(STYLE):
-        for file, form, figure in files:
-            with replacing(file) as stream:
-                figure.savefig(stream, format=form, **options.get(form, {}))
-    return [file for file, *_ in files]
+        for name, figure in figures.items():
+            each = [folder / f"{name}.{form}" for form in formats]
+            try:
+                for file, form in zip(each, formats, strict=True):
+                    with replacing(file) as stream:
+                        figure.savefig(stream, format=form, **options.get(form, {}))
+            except OSError:
+                raise
+            except Exception as error:  # of matplotlib, which reads some texts only now
+                no_figure(name, error)
+            else:
+                files += each
+    return files

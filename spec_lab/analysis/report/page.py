@@ -41,7 +41,7 @@ def render(
         view: the outputs token by token, of a run (``token_view``); ``names``: of its arms.
     """
     drawn = result.draw()
-    figures.save(drawn, folder / files)
+    saved = {file.stem for file in figures.save(drawn, folder / files)}
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -52,7 +52,7 @@ def render(
     )
     return environment.get_template("page.html.j2").render(
         result=result, title=title, facts=facts, files=files, view=view, names=names,
-        svg={name: Markup(figures.svg(figure, name)) for name, figure in drawn.items()},
+        svg={name: Markup(figures.svg(figure, name)) for name, figure in drawn.items() if name in saved},
         scripts=[Markup(text) for text in code], policy=_policy(code), style=Markup("".join(looks)),
     )  # fmt: skip
 

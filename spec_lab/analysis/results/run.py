@@ -32,7 +32,10 @@ from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell
 
 PARTS = {
     "?proposer": (str, None), "?verifier": (str, None), "?constraint": (str, None), "?lossless": (bool, None),
-    "?certified": (str, bool, None), "?certificate": (None, {"?failure": (str, None), "?missing": [str]}),
+    "?certified": (str, bool, None), "?certificate": (None, {
+        "?failure": (str, None), "?missing": [str], "?worst_tv": (float, None), "?worst_instance": (str, None),
+        "?instances": int,
+    }),
 }  # fmt: skip
 MARGIN = {"median": float, "largest": float}
 SUMMARY = {

@@ -8,6 +8,6 @@ used in this package only, and imported when it is first needed.
 
 from spec_lab.analysis.tracking.replay import track, track_all
 from spec_lab.analysis.tracking.series import group_figures
-from spec_lab.analysis.tracking.tracker import Files, Tracker, Wandb
+from spec_lab.analysis.tracking.tracker import Files, Guarded, Tracker, Wandb
 
-__all__ = ["Files", "Tracker", "Wandb", "group_figures", "track", "track_all"]
+__all__ = ["Files", "Guarded", "Tracker", "Wandb", "group_figures", "track", "track_all"]

@@ -10,13 +10,21 @@ from typing import Any
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import client, series
 from spec_lab.analysis.tracking.client import Mode
+from spec_lab.core.faults import warn
 
 
 class Tracker:
-    """Receives the progress of a run; does nothing with it."""
+    """Receives the progress of a run; does nothing with it.
+
+    An error in a tracker is printed, and the run continues without it (``Guarded``).
+    """
 
     def start(self, manifest: Mapping[str, Any], out: Path) -> None:
-        """Start the run with the contents of its ``manifest.json``."""
+        """Start the run with the contents of its ``manifest.json``.
+
+        Raises:
+            OSError: the run is refused, before anything is computed.
+        """
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a finished group of prompts."""
@@ -29,6 +37,51 @@ class Tracker:
 
     def close(self) -> None:
         """Release everything; called last, also after an error."""
+
+
+class Guarded(Tracker):
+    """Calls another tracker. When that raises an error, this is printed, and the run continues without it.
+
+    Args:
+        tracker: is called. An ``OSError`` of its ``start`` refuses the run, before anything is computed.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self.failed = tracker, False
+
+    def start(self, manifest: Mapping[str, Any], out: Path) -> None:
+        """See ``Tracker``."""
+        self.failed = False
+        self._call(lambda: self.tracker.start(manifest, out), OSError)
+
+    def group(self, number: int, figures: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        self._call(lambda: self.tracker.group(number, figures))
+
+    def training(self, line: Mapping[str, Any]) -> None:
+        """See ``Tracker``."""
+        self._call(lambda: self.tracker.training(line))
+
+    def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
+        """See ``Tracker``."""
+        self._call(lambda: self.tracker.finish(summary, figures, tables))
+
+    def close(self) -> None:
+        """See ``Tracker``. After an error it is called as well."""
+        self.failed = False
+        self._call(self.tracker.close)
+
+    def _call(self, call: Callable[[], object], *refuses: type[Exception]) -> None:
+        """Call the tracker unless it has failed; errors of the types ``refuses`` are raised."""
+        if self.failed:
+            return
+        try:
+            call()
+        except refuses:
+            raise
+        except Exception as error:
+            self.failed, kind = True, type(self.tracker)
+            warn(f"tracker '{kind.__name__}'", error, kind.__module__, "the run continues without it")
 
 
 class Files(Tracker):

@@ -21,6 +21,13 @@ from spec_lab.verify import Misfit, Token, Verdict, Verifier
 
 Tick = Callable[[int], object]
 
+CAUSES = (
+    "Three causes are common: (1) rows of a batch influence each other, as where something is computed for the first "
+    "sequence only or padded; (2) state is kept that is neither in the state of a sequence (init, fork, rewind) nor a "
+    "shared_store that is declared and that forget() empties; (3) another source of randomness than batch.draws."
+)
+"""Why drafts or verdicts differ when the same text is replayed."""
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -161,14 +168,17 @@ def _fails(
     if isinstance(error, PartError):
         return ValueError(f"{error}, on a toy draft {by} ({instance.name})")
     if isinstance(error, Unrepeatable):
-        whose = f"verifier '{verifier.name}' verifies"
+        whose, store = f"verifier '{verifier.name}' verifies", ""
         if not isinstance(drafting, str):  # the verifier's fault only if a replay of the reference's drafts differs too
             again = _error(instance, drafting.drawn, verifier, sampling)
-            whose = whose if isinstance(again, Unrepeatable) else f"proposer '{drafting.name}' drafts"
+            if not isinstance(again, Unrepeatable):
+                whose = f"proposer '{drafting.name}' drafts"
+                shared = drafting.shared_store
+                store = f" Its shared_store ('{shared}') is emptied by forget() before each replay." * bool(shared)
+                store = store or " It declares no shared_store."
         return ValueError(
-            f"{whose} differently when the same text is replayed ({instance.name}; {error}): results must "
-            "follow from the sequences, declared stores and the random choices of the batch (batch.draws) only. Use no "
-            "other source of randomness and keep no other state between steps."
+            f"{whose} differently when the same text is replayed ({instance.name}; {error}).{store} Results must "
+            f"follow from the sequences, declared stores and batch.draws only. {CAUSES}"
         )
     return ValueError(f"verifier '{verifier.name}' and a toy draft {by} fail ({instance.name}): {_words(error)}")
 

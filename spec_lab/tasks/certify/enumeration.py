@@ -40,27 +40,39 @@ class Unrepeatable(Passing, ValueError):
 
 
 class RandomChoice(NamedTuple):
-    """A random choice: its key, but for request and step, and its probabilities ``[V]``."""
+    """A random choice: its key, but for request and step, its probabilities ``[V]``, and the number of requests for
+    which the same call chose.
+    """
 
     key: Key
     weights: np.ndarray
+    batch: int = 1
 
-    def like(self, other: RandomChoice) -> bool:
-        """Return whether both are the same choice. Other requests of the batch may pad the weights with zeros and
-        change their rounding.
+    def difference(self, other: RandomChoice) -> str:
+        """Return how two choices that should be the same differ; empty where they do not. Other requests of the batch
+        may pad the weights with zeros and change their rounding.
         """
-        mine, theirs = sorted((self.weights, other.weights), key=len)
-        common = len(mine)
-        return (
-            self.key == other.key
-            and bool((abs(theirs[:common] - mine) <= SAME).all())
-            and bool((theirs[common:] <= SAME).all())
-        )
+        if self.key == other.key:
+            size = max(len(self.weights), len(other.weights))
+            mine, theirs = (np.pad(choice.weights, (0, size - len(choice.weights))) for choice in (self, other))
+            index = int(np.abs(mine - theirs).argmax())
+            if abs(mine[index] - theirs[index]) <= SAME:
+                return ""
+            what = f"their weights differ by up to {abs(mine[index] - theirs[index]):.3g}, of index {index}: "
+            what += f"{mine[index]:.3g}, then {theirs[index]:.3g}"
+        else:
+            what = f"they are for {_words(self.key)} and for {_words(other.key)}"
+        return f"{what}; batches of {self.batch} and of {other.batch} requests"
 
     def __str__(self) -> str:
         options = np.flatnonzero(self.weights > 0).tolist()
         purpose = {int(purpose): purpose.name for purpose in Purpose}.get(self.key.purpose, self.key.purpose)
         return f"{purpose} among {options}"
+
+
+def _words(key: Key) -> str:
+    """Return which choice of a request a key is for."""
+    return f"index {key.index} of purpose {key.purpose} in branch {key.branch}"
 
 
 class Script:
@@ -81,8 +93,8 @@ class Script:
         self.options: list[list[int]] = []
         self.keys: set[Key] = set()
 
-    def choose(self, weights: np.ndarray, key: Key) -> int:
-        """Return an index of ``weights`` ``[V]``.
+    def choose(self, weights: np.ndarray, key: Key, batch: int = 1) -> int:
+        """Return an index of ``weights`` ``[V]``, in a call for ``batch`` requests.
 
         Raises:
             Reused: the key was used before.
@@ -98,9 +110,9 @@ class Script:
         if len(options) == 1:
             return int(options[0])
         number, probabilities = len(self.chosen), weights / weights.sum()
-        choice = RandomChoice(key._replace(request=0, step=0), probabilities)
-        if number < len(self.known) and not choice.like(self.known[number]):
-            raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {choice} when it is replayed")
+        choice = RandomChoice(key._replace(request=0, step=0), probabilities, batch)
+        if number < len(self.known) and (what := self.known[number].difference(choice)):
+            raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {choice} when it is replayed: {what}")
         self.choices.append(choice)
         index = self.prefix[number] if number < len(self.prefix) else options[0]
         self.probability *= float(probabilities[index])
@@ -124,8 +136,10 @@ class Scripts:
     def pick(self, weights: torch.Tensor, keys: Sequence[Key]) -> torch.Tensor:
         """See ``Draws.pick``. Probabilities are those of the weights as they are, also in float32."""
         rows, single = weights.cpu().double().numpy(), len(self.scripts) == 1
+        batch = len({key.request for key in keys})
         chosen = [
-            self.scripts[0 if single else key.request].choose(row, key) for row, key in zip(rows, keys, strict=True)
+            self.scripts[0 if single else key.request].choose(row, key, batch)
+            for row, key in zip(rows, keys, strict=True)
         ]
         return torch.tensor(chosen, dtype=torch.int64, device=weights.device)
 

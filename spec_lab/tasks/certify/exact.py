@@ -57,6 +57,9 @@ from spec_lab.verify import Verifier, check_draft
 MAX_DECODINGS = 60_000
 """Largest number of outcomes of one instance that is enumerated."""
 
+WIDE = 256
+"""Most outcomes that are decoded as one batch."""
+
 MIN_TOKENS, MAX_TOKENS = 3, 6
 """Smallest and largest number of tokens that a toy's tables cover; drafts go no deeper."""
 
@@ -114,6 +117,19 @@ class ToyParts(NamedTuple):
     target: Target
     proposer: Proposer
     p: list[np.ndarray]
+
+    @property
+    def wide(self) -> int:
+        """Outcomes that are decoded as one batch: one where requests share a store, through which each would change
+        the drafts of the others.
+        """
+        return 1 if self.proposer.shared_store else WIDE
+
+    def forget(self) -> None:
+        """Empty the store that requests share, before an outcome is replayed."""
+        if self.proposer.shared_store:
+            with attributed("proposer", self.proposer):
+                self.proposer.forget()
 
 
 def reference(drawn: Drawn, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
@@ -201,9 +217,10 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
     outcomes = drafted = 0
 
     def play(draws: Draws, count: int) -> list[_Tree]:
+        parts.forget()
         return _verified(instance, parts, verifier, sampling, draws, count)
 
-    for probability, tree in side_by_side(play, max_outcomes=max_decodings):
+    for probability, tree in side_by_side(play, parts.wide, max_decodings):
         outcomes, drafted = outcomes + 1, drafted + len(tree.depth) - 1
         for row, (depth, number) in enumerate(zip(tree.depth.tolist(), tree.number.tolist(), strict=True)):
             outputs.exactly[depth + 1].reshape(-1, v)[number] += probability * tree.ends[row]
@@ -299,12 +316,14 @@ def decoded(
 ) -> Distribution:
     """Return the distribution of the outputs of the decode loop, every choice enumerated. Raises what ``examine`` does.
 
-    Up to 256 copies of the request are decoded as one batch, each with choices of its own.
+    Up to ``WIDE`` copies of the request are decoded as one batch, each with choices of its own. Where requests share a
+    store, one is decoded at a time, with an empty store.
     """
     parts = toy_parts(instance, proposer, sampling)
     counts, distribution = counts or Counts(), Distribution()
 
     def play(draws: Draws, count: int) -> list[tuple[Output, float, float]]:
+        parts.forget()
         requests = [instance.request(number, sampling) for number in range(count)]
         group = fixed_group(Arm(parts.target, parts.proposer, verifier, draws, instance.applied), requests)
         accepted, expected = np.zeros(count), np.zeros(count)
@@ -318,7 +337,7 @@ def decoded(
             outputs[sequence.request.id] += ((tuple(sequence.emitted), str(sequence.finish)),)
         return list(zip(outputs, accepted.tolist(), expected.tolist(), strict=True))
 
-    for probability, (output, accepted, expected) in side_by_side(play, max_outcomes=max_decodings):
+    for probability, (output, accepted, expected) in side_by_side(play, parts.wide, max_decodings):
         counts.outcomes += 1
         counts.accepted += probability * accepted
         counts.expected += probability * expected

@@ -97,3 +97,5 @@ def test_arms_are_reported_as_lossless_lossy_failed_or_not_certified(summary):
     assert "NOT lossless: longer" in words(shown(summary)) and "TV 0.5" in shown(summary)
     arm |= {"lossless": False, "verifier": "relaxed"}
     assert "lossy: longer; verifier 'relaxed'" in words(shown(summary))
+    arm["certificate"] |= {"worst_tv": 0.1234, "worst_instance": "one step", "instances": 6}
+    assert "total variation up to 0.12 on 6 toys (one step)" in words(shown(summary))

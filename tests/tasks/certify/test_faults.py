@@ -1,5 +1,6 @@
 """Proposers and verifiers that raise, or that use random numbers of their own: the message names part and place."""
 
+import re
 from random import Random
 
 import numpy as np
@@ -42,6 +43,40 @@ class Unkeyed(Uniform):
     def propose(self, batch):
         tokens = [self.random.randrange(batch.target.vocabulary) for _ in batch.sequences]
         return Draft(forest((chain(1),) * len(tokens)), torch.tensor(tokens))
+
+
+class Crowd(Uniform):
+    """Draws token 0 more often, the more sequences are in the batch, and says so."""
+
+    name = "crowd"
+
+    def stated(self, count, v):
+        q, q_row = super().stated(count, v)
+        q[:, 0] *= count
+        return q / q.sum(-1, keepdim=True), q_row
+
+    def propose(self, batch):
+        count, v = len(batch.sequences), batch.target.vocabulary
+        q, q_row = self.stated(count, v)
+        token = batch.draws.pick(q, [Key(*live.key, self.purpose) for live in batch.sequences])
+        return Draft(forest((chain(1),) * count), token, self.drawn, q, q_row)
+
+
+class Remembers(Uniform):
+    """Drafts the token with which any request ended last, from a store that it declares."""
+
+    name, drawn, shared_store = "remembers", "point", "the last token of all requests"
+    last = None
+
+    def propose(self, batch):
+        chains = [chain(0 if self.last is None else 1)] * len(batch.sequences)
+        return Draft(forest(tuple(chains)), torch.full((sum(shape.nodes for shape in chains),), self.last or 0))
+
+    def observe(self, observed):
+        self.last = observed[-1].tokens[-1]
+
+    def forget(self):
+        self.last = None
 
 
 class Moody(Verifies):
@@ -92,6 +127,26 @@ def test_random_numbers_of_its_own_are_detected_and_the_rule_is_named(proposer, 
     message = str(error.value)
     assert message.startswith(f"{whose} differently when the same text is replayed (")
     assert "batch.draws" in message and "stores" in message and "IndexError" not in message
+
+
+def test_drafts_that_depend_on_the_batch_are_told_by_weights_and_batch_sizes_and_three_causes_are_named():
+    with pytest.raises(ValueError, match="proposer 'crowd' drafts differently") as error:
+        prove(Crowd(), Token(), LOOPS[:2])
+    message = str(error.value)
+    assert "their weights differ by up to 0." in message and "of index 0: 0.25, then 0." in message
+    assert re.search(r"batches of 1 and of [2-9]\d* requests", message) and "It declares no shared_store." in message
+    assert all(f"({number})" in message for number in (1, 2, 3))
+
+
+def test_a_declared_store_is_emptied_before_each_outcome():
+    proof = prove(Remembers(), Token(), LOOPS[:2])
+    assert proof.failure is None and not proof.missing and any(finding.drafted for finding in proof.findings)
+
+
+def test_a_declared_store_that_is_not_emptied_is_named(monkeypatch):
+    monkeypatch.setattr(Remembers, "forget", Uniform.forget)
+    with pytest.raises(ValueError, match=r"Its shared_store \('the last token of all requests'\) is emptied by forget"):
+        prove(Remembers(), Token(), LOOPS[:2])
 
 
 def test_a_choice_that_a_replay_does_not_repeat_is_an_error():
