@@ -25,7 +25,7 @@ from spec_lab.models.fused import epsilon_of
 from spec_lab.models.services import TargetServices, selected_rows
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 from spec_lab.models.target import Target
-from spec_lab.runners.attention import SPANS, AttentionKind, layer_kinds
+from spec_lab.runners.attention import AttentionKind, layer_kinds, spans
 
 LAYER_MODULES = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """Modules that a decoder layer must consist of."""
@@ -76,7 +76,7 @@ class DraftLayers(nn.Module):
             more = {name: value for name, value in fields.items() if name not in ("model_type", "layer_types")}
             none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # their defaults exceed vocab_size
             config = AutoConfig.for_model(kind, **more | none | {"num_hidden_layers": count, "vocab_size": 1})
-            config._attn_implementation = SPANS
+            config._attn_implementation = spans()
             if whole and getattr(config, "layer_types", None):
                 config.layer_types = ["full_attention"] * count
             refuse_by_name(config)

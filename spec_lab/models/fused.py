@@ -23,7 +23,7 @@ from torch.nn.functional import rms_norm
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.models.merged import MergedLinear, merge
 from spec_lab.models.support import FAILURES
-from spec_lab.runners.attention import SPANS, AttentionKind, CellCache, Pack, cell_attention
+from spec_lab.runners.attention import AttentionKind, CellCache, Pack, cell_attention, spans
 from spec_lab.runners.graphs import FixedPack
 from spec_lab.runners.softmax import Softmax
 
@@ -57,7 +57,7 @@ def fuse(model: Any) -> int:
     if not candidates or not getattr(model, "_can_set_attn_implementation", lambda: True)():
         return changed
     before = model.config._attn_implementation
-    model.set_attn_implementation(SPANS)
+    model.set_attn_implementation(spans())
     try:
         for module in candidates:
             attention = FusedAttention.of(module)

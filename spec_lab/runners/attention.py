@@ -1,9 +1,9 @@
 """Attention of transformers' models over cells of the KV cache, sequence by sequence.
 
-One function, registered with transformers' ``AttentionInterface``, runs over views of the cells. transformers hands
-each layer's new keys and values to the object that stands in for its cache (``Pack``), which writes them into their
-cells and passes itself on to the attention function. One dense mask over all sequences (``attention="dense"``) is a
-slow reference for tests.
+One function, registered with transformers' ``AttentionInterface`` (``spans``), runs over views of the cells.
+transformers hands each layer's new keys and values to the object that stands in for its cache (``Pack``), which writes
+them into their cells and passes itself on to the attention function. One dense mask over all sequences
+(``attention="dense"``) is a slow reference for tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from spec_lab.runners.kv_cache import Cells
 from spec_lab.runners.softmax import Softmax, causal_mask, torch_attention
@@ -386,4 +385,11 @@ def _chunk(module: Any) -> int | None:
     return layer_kinds(config).get(module.layer_idx, FULL).chunk
 
 
-AttentionInterface.register(SPANS, cell_attention)
+def spans() -> str:
+    """Return ``SPANS``, registered with transformers: the name to set as a model's attention. The import takes as long
+    as all others together, and toys do without.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SPANS, cell_attention)
+    return SPANS

@@ -30,6 +30,7 @@ from spec_lab.runners.attention import (
     layer_kinds,
     layers_without_cells,
     recurrent_layers,
+    spans,
 )
 from spec_lab.runners.causal_draft_pass import CausalDraftPass, continue_from
 from spec_lab.runners.dense import DensePacker
@@ -110,7 +111,8 @@ class CausalLM(DraftRunner):
         Raises:
             NotImplementedError: its code cannot.
         """
-        wanted = own_attention(model) if dense else SPANS
+        known = "transformers.modeling_utils" in sys.modules  # else it is a toy, which needs no registration
+        wanted = own_attention(model) if dense else spans() if known else SPANS
         attends = len(layers_without_cells(model.config)) < model.config.num_hidden_layers
         if attends and (dense or getattr(model, "_can_set_attn_implementation", lambda: True)()):
             model.set_attn_implementation(wanted)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spec_lab.runners.attention import FULL, SPANS, AttentionKind
+from spec_lab.runners.attention import FULL, AttentionKind
 from spec_lab.runners.softmax import Softmax
 from spec_lab.train.attention import HIDDEN, merged_attention
 from spec_lab.train.texts import Texts
@@ -73,13 +72,12 @@ def drawn_columns(text: Texts, unrolls: int, retention: float, minimum: float, s
 class Unrolls:
     """Stands in for transformers' cache: keeps the keys and values of all unrolls of each layer.
 
-    The network needs the attention implementation ``attention``, which reads them.
+    The network needs the attention implementation ``runners.attention.spans()``, which reads them.
 
     Args:
         kinds: of attention, by layer; layers left out are FULL.
     """
 
-    attention: ClassVar = SPANS
     kinds: Mapping[int, AttentionKind] = field(default_factory=dict)
     keys: dict[int, list[Tensor]] = field(default_factory=dict)
     values: dict[int, list[Tensor]] = field(default_factory=dict)

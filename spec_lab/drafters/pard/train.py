@@ -20,6 +20,7 @@ from spec_lab.drafters.draft_model.train import LlamaRecipe
 from spec_lab.drafters.pard.propose import Pard
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
+from spec_lab.runners.attention import spans
 from spec_lab.train.chain import ChainObjective
 from spec_lab.train.objectives import ChainLoss
 from spec_lab.train.recipe import Beginning, TargetHead
@@ -47,7 +48,7 @@ class PardRecipe(LlamaRecipe):
         """See ``Recipe``."""
         mask = target.vocabulary
         network = self.llama(target, mask + 1, seed, pard_token=mask)
-        network.set_attn_implementation(Unrolls.attention)
+        network.set_attn_implementation(spans())
         drafts, head = PardDrafts(network, mask, self.depth), TargetHead.of(target)
         objective = ChainObjective(network, drafts, head, target.lm.dtype, self.decay, self.loss)
         return Beginning(network, objective, {"layers": self.layers, "mask_token": mask})
@@ -62,7 +63,7 @@ class PardDrafts:
     """See ``chain.Drafts``: the draft's own states after its final norm.
 
     Args:
-        network: a LlamaForCausalLM with attention ``Unrolls.attention``.
+        network: a LlamaForCausalLM with attention over cells (``spans``).
         mask: the mask token, which is the last one.
         depth: levels.
     """
