@@ -1,6 +1,7 @@
 """Common parts of the studies' scripts: a sweep's table, paired comparisons, plots, and tables in Markdown.
 
 Every study's ``figure.py`` reads the files of its runs and writes ``results.csv``, a PNG and the table of its README.
+A figure's title states its finding in the results that are stored; after a new measurement check that it still holds.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spec_lab.analysis import figures, metrics
-from spec_lab.analysis.figures import COLOURS, GREY, STYLE
-from spec_lab.analysis.figures.palette import VERIFIERS
+from spec_lab.analysis.figures import GREY, STYLE
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.metrics.paired import Totals, acceptance_totals, change, speedup_totals
 from spec_lab.analysis.roofline_text import baselines_in_words
@@ -56,6 +57,11 @@ NAMES = {
     "assisted": "transformers, assisted",
 }
 """Names of the arms in figures and tables."""
+
+COLOURED_AS = {
+    "chain": "draft_chain", "confident": "draft_chain", "draft": "draft_chain", "tree": "draft_tree", "eagle1": "eagle",
+}  # fmt: skip
+"""Arms of other names than their proposers, whose colours they have."""
 
 PROPOSERS = ("medusa", "draft_chain", "draft_tree", "ngram_chain", "ngram_tree")
 """The bundled proposers, in the order of the tables."""
@@ -209,13 +215,8 @@ def ordered(values: Sequence[Any], order: Sequence[Any]) -> list[Any]:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name; that of a proposer or verifier is the same in every study and report."""
-    known = {NAMES[name]: figures.colour(name) for name in figures.PROPOSERS if name in NAMES}
-    chosen = {name: known[NAMES[name]] for name in names if NAMES.get(name) in known}
-    chosen |= {name: VERIFIERS[name] for name in names if name in VERIFIERS and name not in chosen}
-    free = [colour for colour in COLOURS if colour not in chosen.values()]
-    free.sort(key=lambda colour: colour in figures.PROPOSERS.values())  # those of proposers last
-    return {name: chosen.get(name) or free.pop(0) for name in names}
+    """Return the colour of each arm: its proposer's in the package's table, the same in every study and report."""
+    return {name: figures.colour(COLOURED_AS.get(name, name)) for name in names}
 
 
 def band(row: Mapping[str, Any], column: str) -> tuple[float, float]:
@@ -231,17 +232,16 @@ def line(axes: Axes, table: pd.DataFrame, x: str, y: str, colour: str, label: st
     axes.fill_between(table[x], *ends, color=colour, alpha=0.15, linewidth=0)
 
 
-def forest(axes: Axes, table: pd.DataFrame, value: str, rows: str, lines: str, order: Sequence[str] = ()) -> None:
+def forest(axes: Axes, table: pd.DataFrame, value: str, rows: str, lines: str, colour: Mapping[str, str]) -> None:
     """Plot a point with its 95 % interval for each row of ``table``; ``rows`` top to bottom, ``lines`` by colour."""
-    down, inks = list(dict.fromkeys(table[rows])), ordered(list(table[lines]), order)
-    colour = colours(inks)
-    for number, ink in enumerate(inks):
-        for row in table[table[lines] == ink].to_dict("records"):
-            height = down.index(row[rows]) + (number - (len(inks) - 1) / 2) * 0.7 / len(inks)
+    down = list(dict.fromkeys(table[rows]))
+    for number, (name, ink) in enumerate(colour.items()):
+        for row in table[table[lines] == name].to_dict("records"):
+            height = down.index(row[rows]) + (number - (len(colour) - 1) / 2) * 0.7 / len(colour)
             low, high = band(row, value)
             whiskers = [[row[value] - low], [high - row[value]]] if np.isfinite(low) else None
-            axes.errorbar(row[value], height, xerr=whiskers, fmt="o", color=colour[ink], markersize=4, capsize=2)
-        axes.plot([], [], "o", color=colour[ink], label=NAMES.get(ink, ink))
+            axes.errorbar(row[value], height, xerr=whiskers, fmt="o", color=ink, markersize=4, capsize=2)
+        axes.plot([], [], "o", color=ink, label=NAMES.get(name, name))
     axes.set_yticks(range(len(down)), down)
     axes.set_ylim(len(down) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
@@ -257,6 +257,10 @@ def texts_and_temperatures(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
     ]
 
 
+MOST_ACROSS = 5
+"""Number of panels that stand in one row; of more, four do."""
+
+
 def arms_by_place(
     table: pd.DataFrame, value: str, label: str, places: Sequence[tuple[str, pd.Series]], arms: Mapping[str, str]
 ) -> Figure:
@@ -269,9 +273,9 @@ def arms_by_place(
         places: the panels' titles, in rows of at most four, and which rows of ``table`` each shows.
         arms: the arms' names, in order.
     """
-    across = min(4, len(places))
+    across = len(places) if len(places) <= MOST_ACROSS else 4
     down = -(-len(places) // across)
-    size = (2.7 * across + 1.9, (0.24 * len(arms) + 0.75) * down + 0.4)
+    size = (2.2 * across + 1.9, (0.24 * len(arms) + 0.75) * down + 0.4)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharey=True, sharex=False)
     colour = figures.colours(arms)
@@ -302,8 +306,8 @@ def speedups_by_place(table: pd.DataFrame, arms: Mapping[str, str]) -> Figure:
         table: a row for each arm, text and temperature.
         arms: the arms' names, in order.
     """
-    figure = arms_by_place(table, "speedup", "speed-up", texts_and_temperatures(table), arms)
-    figure.suptitle("Speed-up over autoregressive decoding, 95 % intervals over prompts", fontsize=10)
+    figure = arms_by_place(table, "speedup", "", texts_and_temperatures(table), arms)
+    figure.supxlabel("speed-up over autoregressive decoding; 95 % intervals over prompts", fontsize=9)
     return figure
 
 
@@ -361,12 +365,22 @@ def fill(readme: Path, text: str, part: str = "results") -> None:
     readme.write_text(re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", old, flags=re.DOTALL))
 
 
+def save(figure: Figure, file: Path, claim: str = "") -> None:
+    """Write a figure of a page, with its finding as the title."""
+    if claim:
+        text = textwrap.fill(claim, int(10.5 * figure.get_figwidth()))
+        figure.suptitle(text, fontsize=11, fontweight="bold", x=0.01, ha="left")
+    figure.savefig(file, bbox_inches="tight", dpi=110)
+
+
 def study(
     script: str,
     results: Callable[[Path], pd.DataFrame],
     draw: Callable[[pd.DataFrame], Figure],
     written: Callable[[pd.DataFrame], str],
     arguments: Sequence[str] | None = None,
+    claim: str = "",
+    part: str = "",
 ) -> pd.DataFrame:
     """Run a study's command: write results, figure and the README's table from the files of its runs.
 
@@ -378,24 +392,27 @@ def study(
         draw: its figure.
         written: its table as Markdown.
         arguments: of the command line.
+        claim: the figure's finding, which is its title.
+        part: name of a second question of the same study; its files are PART.csv and PART.png.
     """
     here = Path(script).resolve().parent
-    parser = argparse.ArgumentParser(description=f"Results, figure and table of the study {here.name}.")
+    name = part or here.name
+    parser = argparse.ArgumentParser(description=f"Results, figure and table of the study {name}.")
     parser.add_argument(
-        "runs", type=Path, nargs="?", default=Path("outputs", here.name), help="output_dir= of the study's runs"
+        "runs", type=Path, nargs="?", default=Path("outputs", name), help="output_dir= of the study's runs"
     )
     parser.add_argument("--folder", type=Path, default=here, help="where results, figure and README are")
     parser.add_argument("--redraw", action="store_true", help="draw the figure from results.csv, without the runs")
     chosen = parser.parse_args(arguments)
-    file = chosen.folder / "results.csv"
+    file = chosen.folder / f"{part or 'results'}.csv"
     table = pd.read_csv(file) if chosen.redraw else results(chosen.runs)
     with rc_context(STYLE):
-        draw(table).savefig(chosen.folder / f"{here.name}.png", bbox_inches="tight", dpi=110)
+        save(draw(table), chosen.folder / f"{name}.png", claim)
     if chosen.redraw:
         return table
     table.to_csv(file, index=False, float_format="%.4g")
     text = f"{written(table)}\n\n{baseline_share(chosen.runs)}"
-    fill(chosen.folder / "README.md", text)
+    fill(chosen.folder / "README.md", text, part or "results")
     print(text)
     return table
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from itertools import pairwise
@@ -15,12 +16,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from experiments import runs
+from experiments import plots, runs
+from experiments.exactness.published import on_toys
 from experiments.projection import measured, published
-from experiments.published_rules.measure import on_toys
 from experiments.training_free import lookup
 from scripts.zoo import repetitive, workloads
-from spec_lab.analysis import metrics
+from spec_lab.analysis import figures, metrics
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.drafters.draft_model.train import DraftRecipe
 from spec_lab.drafters.hydra.train import HydraRecipe
@@ -35,7 +36,6 @@ from tests.propose.lab import decode, draft_model, requests
 from tests.tiny import tiny_target
 
 ROOT = Path(__file__).parents[1]
-QUESTIONS = ROOT / "tests" / "data" / "questions.jsonl"
 SHORT = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "threads=1"]
 
 SWEEPS = {
@@ -44,7 +44,6 @@ SWEEPS = {
     "draft_length": (["prompts=code", "arms.chain.depth=1,4"], 2 * 3),
     "batch_size": (["batch_size=2,4", "arms.medusa.max_nodes=2"], 2 * 3),
     "proposers": (["prompts=code", "proposer.max_nodes=2"], 2 * 5),
-    "spec_bench": ([f"prompts.path={QUESTIONS}", "proposer.max_nodes=2"], 5),
 }
 """Studies that are an experiment: overrides that keep it small, and the number of rows of its results."""
 
@@ -54,14 +53,17 @@ COMMANDS = {
     "workloads": ("--texts code --arms ngram medusa union --limit 2 --new 8", 2 * 3),
     "policies": ("--texts code --sizes 1 2 --limit 2 --new 8", 2 * 3 * 16),  # temperatures, workloads, arms
     "drafters": ("--texts code --drafters trained --depth 2 --limit 2 --new 8", 2 * 2 * 2),  # ..., positions
-    "training_length": ("--heads heads --limit 2 --new 8", 2 * 2),
-    "eagle_trees": ("--nodes 4 8 --head heads/0.25 --limit 2 --new 8", None),
+    "drafters.length": ("--heads heads --limit 2 --new 8", 2 * 2),
+    "tree_shapes.eagle": ("--nodes 4 8 --head heads/0.25 --limit 2 --new 8", None),
     "engines": (
         "--texts code --nodes 0 2 --batches 1 --context 8 --repeats 1 --engines transformers-float32 --limit 2 --new 6",
         None,
     ),
 }
 """Studies with a command: its options, and the number of rows of its results where it is always the same."""
+
+PARTS = {"tree_shapes.eagle": "eagle_trees", "drafters.length": "training_length"}
+"""Names of the files of a study's second question."""
 
 EXPERIMENT = {name: name for name in SWEEPS} | {"proposers": "proposers_by_workload"}
 
@@ -99,13 +101,13 @@ def command(monkeypatch, *arguments):
 
 
 def drawn(name, folder):
-    """The table of a study whose results are in ``here``, after its figure and the tables of its page are written."""
-    shutil.copy(ROOT / "experiments" / name / "README.md", folder)
-    table = study(name, "figure").main(["here", "--folder", str(folder)])
-    assert list(pd.read_csv(folder / "results.csv").columns) == list(table.columns)
+    """The table of a study whose results are in ``here``, after its figure and the table of its page are written."""
+    study_name, _, part = name.partition(".")
+    shutil.copy(ROOT / "experiments" / study_name / "README.md", folder)
+    table = study(study_name, f"{part}_figure" if part else "figure").main(["here", "--folder", str(folder)])
+    assert list(pd.read_csv(folder / f"{PARTS.get(name, 'results')}.csv").columns) == list(table.columns)
     assert (table["tau_pooled"].dropna() >= 1).all() and (table["speedup"].dropna() > 0).all()
-    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "<!-- end" in (folder / "README.md").read_text()
+    assert (folder / f"{PARTS.get(name, name)}.png").read_bytes().startswith(b"\x89PNG")
     return table
 
 
@@ -115,11 +117,10 @@ def drawn(name, folder):
 def test_an_experiment_is_swept_and_drawn(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     small, rows = SWEEPS[name]
-    limit = [] if name in ("batch_size", "spec_bench") else ["prompts.limit=2"]
+    limit = [] if name == "batch_size" else ["prompts.limit=2"]
     given = (f"+experiment={EXPERIMENT[name]}", *SHORT, *small, *limit, "output_dir=here")
     assert command(monkeypatch, *given) == 0, capfd.readouterr().err
-    table = drawn(name, tmp_path)
-    assert len(table) == (rows if name != "spec_bench" else rows * table["task"].nunique())
+    assert len(drawn(name, tmp_path)) == rows
 
 
 def trained(folder, number, write, texts):
@@ -151,7 +152,8 @@ def test_a_study_measures_and_draws(name, tiny_zoo, tmp_path, monkeypatch, capfd
         more = [] if name == "engines" else ["target.dtype=float32"]
         assert check and command(monkeypatch, *arguments[3:], *more) == 0, capfd.readouterr().err
 
-    measure, (options, rows) = study(name), COMMANDS[name]
+    study_name, _, part = name.partition(".")
+    measure, (options, rows) = study(study_name, part or "measure"), COMMANDS[name]
     monkeypatch.setenv("SPEC_LAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     drafters(tiny_zoo)
@@ -200,16 +202,6 @@ def test_every_engine_has_the_same_proposers(tmp_path):
 
 
 @pytest.mark.nightly
-def test_batching_and_the_draft_s_share_are_measured(tiny_zoo):
-    target, draft = (Target.load(str(tiny_zoo / name)) for name in ("target", "draft"))
-    prompts = tiny_zoo / "prompts" / "code.jsonl"
-    speeds = study("batching").measure(target, str(tiny_zoo / "medusa"), prompts, batch=2, limit=4, new=6)
-    assert len(speeds) == 2 and (speeds > 0).all(axis=None)
-    steps = study("draft_share").measure(target, draft, prompts, limit=2, new=6)
-    assert list(steps.columns) == ["target", "draft"] and len(steps) == 2 and (steps > 0).all(axis=None)
-
-
-@pytest.mark.nightly
 def test_gpu_times_both_ways_of_running_a_step_on_the_same_model(tmp_path, monkeypatch):
     """On the CPU, where nothing is captured."""
     given = "--device cpu --shapes tiny --dtype float32 --batches 1 2 --contexts 20 --nodes 0 5 --steps 8 --repeats 2"
@@ -236,7 +228,7 @@ def test_host_work_is_the_time_of_a_step_outside_module_calls():
 
 @pytest.mark.nightly
 def test_long_context_measures_every_way_at_every_length(monkeypatch):
-    module = study("long_context")
+    module = study("overhead", "context")
     monkeypatch.setattr(module, "LENGTHS", (20, 700))
     ways = ("autoregressive", f"tree of {module.TREE.nodes}", "n-grams, 4", "draft model, 4")
     options = dict(layers=1, hidden=64, vocabulary=61, dtype="float32", steps=4, longest=700, cpu=True, ways=ways)
@@ -246,7 +238,7 @@ def test_long_context_measures_every_way_at_every_length(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "words", "right"), [("quiet", "rrd", 2), ("loaded", "rdn", 2)])
 def test_the_study_of_the_verdict_counts_which_are_right(tmp_path, monkeypatch, capsys, kind, words, right):
-    verdict, names = study("verdict"), {"r": "reliable", "d": "doubtful", "n": "not reliable"}
+    verdict, names = study("overhead", "verdict"), {"r": "reliable", "d": "doubtful", "n": "not reliable"}
     remaining = iter(words)
 
     def measure(out, way, prompts, seed, seconds, options):
@@ -255,14 +247,14 @@ def test_the_study_of_the_verdict_counts_which_are_right(tmp_path, monkeypatch, 
     monkeypatch.setattr(verdict, "measure", measure)
     table = verdict.main([f"--{kind}", "--runs", "3", "--ways", "all", "stop", "--out", str(tmp_path)])
     assert table["way"].tolist() == (["quiet"] * 3 if kind == "quiet" else ["all", "stop", "all"])
-    assert f"right: {right} of 3" in capsys.readouterr().out and len(pd.read_csv(tmp_path / "results.csv")) == 3
+    assert f"right: {right} of 3" in capsys.readouterr().out and len(pd.read_csv(tmp_path / "verdict.csv")) == 3
 
 
 @pytest.mark.parametrize(("threads", "cores"), [(1, 1), (2, 2), (1, 8), (6, 8), (16, 16)])
 def test_some_busy_processes_are_enough_that_a_run_is_not_reliable(threads, cores):
     machine = metrics.Resources(threads, cores)
     groups = pd.DataFrame({"tokens": 1, "seconds": 1.0, "slowness": 0.0, "same_forwards": True}, index=range(8))
-    other = float(study("verdict").few(threads, cores))
+    other = float(study("overhead", "verdict").few(threads, cores))
     assert metrics.timing_verdict({"a": groups.assign(other_cores=other)}, machine).word != "reliable"
 
 
@@ -295,9 +287,7 @@ def test_the_tables_of_projections_are_recomputed():
     for name in ("projected", "error", "unexplained"):
         assert pd.to_numeric(kept[name]).to_numpy() == pytest.approx(frame[name].to_numpy(), rel=1e-3, abs=1e-3)
     assert (frame["projected"] <= frame["bound"] * (1 + 1e-9)).all()
-    points, lengths = (pd.read_csv(measured.HERE / name) for name in ("measured.csv", "lengths.csv"))
-    texts = published.by_table(frame), published.rows_of(frame), published.baselines(frame), measured.by_run(points)
-    texts += measured.points(points), measured.chains(lengths), measured.earlier(pd.read_csv(measured.EARLIER))
+    texts = published.by_table(frame), measured.by_run(pd.read_csv(measured.HERE / "measured.csv"))
     assert [text for text in texts if text not in readme] == []
 
 
@@ -310,3 +300,33 @@ def test_the_bundled_workloads_are_those_that_their_scripts_write(name):
     assert file.read_text() == workloads.text(name)
     prompts = chat(str(file), template="none") if name == "dialogue" else jsonl(zoo(f"workloads/{name}.jsonl"))
     assert len(prompts) == workloads.COUNT and {prompt.workload for prompt in prompts} == {name}
+
+
+# All pages
+
+
+STUDIES = sorted(page.parent.name for page in (ROOT / "experiments").glob("*/README.md"))
+OTHERS = {"gpu", "policies", "real_model", "recommend"}
+"""Studies that have not been measured in full, or are measured again now."""
+
+
+def test_studies_are_few_and_short():
+    words = sum(len((ROOT / "experiments" / name / "README.md").read_text().split()) for name in STUDIES)
+    assert len(STUDIES) <= 20 and words < 20_000
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name not in OTHERS])
+def test_a_page_begins_with_its_answer_and_names_the_commit_that_was_measured(name):
+    lines = [line for line in (ROOT / "experiments" / name / "README.md").read_text().splitlines() if line]
+    assert lines[0].startswith("# ") and lines[0].endswith("?") and lines[1].startswith("**")
+    text = " ".join(lines)
+    assert re.search(r"([Mm]easured|certified)[^.]* at commits? `[0-9a-f]{8}`", text)
+
+
+def test_colours_of_studies_come_from_one_table():
+    sources = {file: file.read_text() for file in (ROOT / "experiments").rglob("*.py")}
+    wrong = re.compile(r"#[0-9a-fA-F]{6}\b|colormaps|viridis|\bC\d\b|tab:")
+    assert [file.name for file, text in sources.items() if wrong.search(text)] == []
+    for name in figures.PROPOSERS:
+        assert plots.colours([name]) == {name: figures.PROPOSERS[name]}
+    assert set(plots.colours([*plots.COLOURED_AS]).values()) <= set(figures.PROPOSERS.values())

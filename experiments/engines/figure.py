@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from experiments.engines.measure import ENGINES, LLAMA, OWN, SIZES
@@ -18,13 +17,13 @@ from experiments.plots import (
     PROPOSERS,
     WORKLOADS,
     bounds,
+    colours,
     factor,
     forest,
     kept,
     markdown,
     no_gain,
     ordered,
-    percent,
     row_where,
     shown,
     speed_over,
@@ -38,13 +37,8 @@ from spec_lab.tasks.cost.summary import summarise
 REFERENCE = f"{LLAMA}bf16"
 """The engine whose own loop all baselines are compared with."""
 
-SPECULATIVE = {"lookup": "llama-cpp-python, prompt lookup", "assisted": "llama-cpp-python, draft model"}
-"""llama-cpp-python's speculative decoding: arms, and their names in figures and tables."""
-
 OURS = (*PROPOSERS, *SIZES)
-
-NEEDED = (*PROPOSERS, "medusa_6", "ngram_chain_sure")
-"""The arms of the table of what steps would have to cost; ``results.csv`` holds all."""
+CLAIM = "Most speed-ups over transformers do not survive on llama.cpp, whose plain decoding is faster (two cores, AVX2)"
 
 PAIRED = ("speed_over_baseline", "speed_over_loop", "speed_over_reference", "speed_over_best_own", "speed_over_default")
 BREAK_EVEN = ("step_over_baseline", "draft_over_baseline", "highest_step", "highest_draft")
@@ -177,52 +171,20 @@ def break_even(row: dict[str, Any]) -> dict[str, float]:
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Plot tokens/s and speed-up of every arm by engine and text, and t(n) by engine."""
-    part = table[(table["part"] == "proposers") & table["arm"].isin(["baseline", *PROPOSERS, *SPECULATIVE])].copy()
-    part["place"] = [(ENGINES.index(e), ordered([*part["prompts"]], WORKLOADS).index(p)) for e, p in places(part)]
-    part["text"] = [f"{title(engine)}\n{prompts}" for engine, prompts in places(part)]
-    part["name"] = part["arm"].map({"baseline": "baseline"} | NAMES | SPECULATIVE)
-    part = part.sort_values("place")
-    names = [*(NAMES[arm] for arm in PROPOSERS), *SPECULATIVE.values(), "baseline"]
-    figure = Figure(figsize=(15, 0.72 * part["text"].nunique() + 1.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
-    for axes, value, label in (
-        (left, "speedup", "times the tokens/s of the same engine's baseline"),
-        (middle, "tokens_per_second", "tokens/s"),
-    ):
-        forest(axes, part, value, "text", "name", names)
-        axes.set_xlabel(label)
-    no_gain(left, along="x")
-    middle.tick_params(labelleft=False)
-    figure.legend(*middle.get_legend_handles_labels(), fontsize=9, loc="outside lower left", ncols=len(names))
-    left.set_title("Speed-up; bars: 95 % over prompts", fontsize=10)
-    middle.set_title("Tokens/s; bars: 95 % over prompts", fontsize=10)
-    steps = table[table["part"] == "cost"]
-    shades = dict(zip(ENGINES, colormaps["viridis"](np.linspace(0, 0.9, len(ENGINES))), strict=True))
-    for (engine, batch), rows in steps.groupby(["engine", "batch"], sort=False):
-        rows = rows.sort_values("nodes")
-        first = rows["seconds"].iloc[0]
-        alone = batch == steps["batch"].min()
-        look = {"color": shades[engine], "marker": "o", "markersize": 3.5, "linestyle": "-" if alone else "--"}
-        right.plot(rows["nodes"] + 1, rows["over_no_nodes"], label=title(engine) if alone else None, **look)
-        ends = rows["low"] / first, rows["high"] / first
-        right.fill_between(rows["nodes"] + 1, *ends, color=shades[engine], alpha=0.2, lw=0)
-    right.set(xscale="log", yscale="log", xlabel="rows per sequence, n + 1", ylabel="t(n) / t(0)")
-    ticks = sorted(steps["nodes"].unique() + 1)
-    right.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    right.set_xticks([], minor=True)
-    right.set_yticks([1, 2, 3, 5, 10, 20, 40], ["1", "2", "3", "5", "10", "20", "40"])
-    right.set_yticks([], minor=True)
-    no_gain(right)
-    sizes = " and ".join(f"{size:g}" for size in sorted(steps["batch"].unique()))
-    right.set_title(f"Seconds of a step, batch {sizes} (dashed);\nbands: quartiles of repeats", fontsize=10)
-    right.legend(fontsize=8)
+    """Plot the speed-up of every proposer over the same engine's baseline; a panel for each text, engines downwards."""
+    part = table[(table["part"] == "proposers") & table["arm"].isin(PROPOSERS)]
+    part = part.assign(engine=pd.Categorical(part["engine"], ENGINES)).sort_values("engine")
+    part["name"] = [title(engine) for engine in part["engine"]]
+    texts, colour = ordered(list(part["prompts"]), WORKLOADS), colours(PROPOSERS)
+    figure = Figure(figsize=(3 * len(texts) + 1.9, 0.62 * part["name"].nunique() + 1.6), layout="constrained")
+    panels = figure.subplots(1, len(texts), squeeze=False, sharey=True)[0]
+    for axes, text in zip(panels, texts, strict=True):
+        forest(axes, part[part["prompts"] == text], "speedup", "name", "arm", colour)
+        no_gain(axes, along="x")
+        axes.set_title(text)
+    panels[len(panels) // 2].set_xlabel("speed-up over the same engine's baseline; 95 % intervals over prompts")
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=9, loc="outside lower center", ncols=len(colour))
     return figure
-
-
-def places(table: pd.DataFrame) -> Iterator[tuple[str, str]]:
-    """Return engine and text of every row."""
-    return zip(table["engine"], table["prompts"], strict=True)
 
 
 def title(engine: str) -> str:
@@ -235,17 +197,8 @@ def title(engine: str) -> str:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Return the README's tables: baselines, speed-ups, the fastest arms, sizes, t(n), break-even."""
-    rows = table[table["part"] == "proposers"]
-    titled = {
-        "Baselines": baselines(rows),
-        "Speed-ups": speedups(rows),
-        "The fastest arm": fastest(rows),
-        "Sizes": sizes(rows),
-        "Cost of nodes": of_nodes(table[table["part"] == "cost"]),
-        "Break-even": needed(rows),
-    }
-    return "\n\n".join(f"### {name}\n\n{text}" for name, text in titled.items() if text)
+    """Return the README's table: the fastest of our arms that drafts, beside the engine's own modes."""
+    return fastest(table[table["part"] == "proposers"])
 
 
 def each_text(rows_of_part: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -257,86 +210,22 @@ def each_text(rows_of_part: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFra
                 yield engine, prompts, rows
 
 
-def baselines(table: pd.DataFrame) -> str:
-    """Return tokens/s of every baseline, its roofline share, and its speed over the loops."""
-    lines = [["engine", "text", "tokens/s", "roofline share", "over its own loop", f"over {title(REFERENCE)}'s loop"]]
-    for engine, prompts, rows in each_text(table):
-        row = row_where(rows, arm="baseline")
-        assert row is not None
-        over = shown(row, "speed_over_reference") if "speed_over_reference" in row else "-"
-        speed, share = f"{row['tokens_per_second']:.0f}", percent(row["roofline_share"])
-        lines.append([title(engine), prompts, speed, share, shown(row, "speed_over_loop"), over])
-    return markdown(lines)
-
-
-def speedups(table: pd.DataFrame) -> str:
-    """Return speed-up and tau of every proposer, and the speed-up of llama-cpp-python's arms."""
-    lines = [["engine", "text", *(NAMES[arm] for arm in PROPOSERS), *SPECULATIVE.values()]]
-    for engine, prompts, rows in each_text(table):
-        cells = [row_where(rows, arm=arm) for arm in PROPOSERS]
-        lines.append(
-            [title(engine), prompts, *map(with_tau, cells), *(shown(row_where(rows, arm=arm)) for arm in SPECULATIVE)]
-        )
-    return markdown(lines)
-
-
 def fastest(table: pd.DataFrame) -> str:
     """Return the fastest of our arms that drafts, and its speed over the engine's own loop and speculative modes."""
-    compared = ["over the baseline", "over the engine's loop", "over llama-cpp-python's fastest"]
+    compared = ["baseline, tokens/s", "over the baseline", "over the engine's loop", "over llama-cpp-python's fastest"]
     lines = [["engine", "text", "fastest arm", *compared]]
     for engine, prompts, rows in each_text(table):
         ours = rows[rows["arm"].isin(OURS) & (rows["nodes_per_step"] > 0)]
-        if ours.empty:
+        baseline = row_where(rows, arm="baseline")
+        if ours.empty or baseline is None:
             continue
         row = dict(ours.loc[ours["speed_over_baseline"].idxmax()])
         best = row.get("best_own")
-        over = f"{shown(row, 'speed_over_best_own')} ({SIZED[best]})" if isinstance(best, str) else "-"
+        over = shown(row, "speed_over_best_own") if isinstance(best, str) else "-"
         both = shown(row, "speed_over_baseline"), shown(row, "speed_over_loop")
-        lines.append([title(engine), prompts, name_of(row["arm"]), *both, over])
+        speed = f"{baseline['tokens_per_second']:.0f}"
+        lines.append([title(engine), prompts, name_of(row["arm"]), speed, *both, over])
     return markdown(lines)
-
-
-def sizes(table: pd.DataFrame) -> str:
-    """Return speed-up and tau of the arms of several sizes, and the nodes of the calibrated tree."""
-    lines = [["engine", "text", "calibrated nodes", *SIZED.values()]]
-    for engine, prompts, rows in each_text(table):
-        rows_of = {arm: row_where(rows, arm=arm) for arm in SIZED}
-        cells = [with_tau(row) for row in rows_of.values()]
-        nodes = f"{rows_of['medusa']['tree_nodes']:.0f}" if rows_of["medusa"] else "-"
-        lines.append([title(engine), prompts, nodes, *cells])
-    return markdown(lines)
-
-
-def with_tau(row: dict[str, Any] | None) -> str:
-    """Return a speed-up, and tau where it is known."""
-    return shown(row) + (f", {row['tau_pooled']:.2f}" if row and row["tau_pooled"] > 0 else "")
-
-
-def of_nodes(table: pd.DataFrame) -> str:
-    """Return t(n) in milliseconds, and over t(0)."""
-    if table.empty:
-        return ""
-    nodes = sorted(table["nodes"].unique())
-    lines = [["engine", "batch", *(f"n = {n:g}" for n in nodes)]]
-    for engine in ordered([*table["engine"]], ENGINES):
-        for batch in sorted(table["batch"].unique()):
-            measured = [row_where(table, engine=engine, batch=batch, nodes=n) for n in nodes]
-            cells = [f"{1e3 * row['seconds']:.1f} ({row['over_no_nodes']:.2f})" if row else "-" for row in measured]
-            lines.append([title(engine), f"{batch:g}", *cells])
-    return markdown(lines)
-
-
-def needed(table: pd.DataFrame) -> str:
-    """Return, of the arms whose speed-up is not shown to be above 1, what their steps would have to cost."""
-    head = ["engine", "text", "arm", "speed-up", "tau", "step", "drafting", "highest step", "highest drafting"]
-    lines = [head]
-    for engine, prompts, rows in each_text(table):
-        for arm in NEEDED:
-            row = row_where(rows, arm=arm)
-            if row and not row["speedup_low"] > 1 and row["steps"] and row["nodes_per_step"] > 0:
-                cells = [f"{row[name]:.2f}" for name in ("tau_pooled", *BREAK_EVEN)]
-                lines.append([title(engine), prompts, name_of(arm), shown(row), *cells])
-    return markdown(lines) if len(lines) > 1 else "Every arm is faster than its baseline on every text."
 
 
 def name_of(arm: str) -> str:
@@ -345,7 +234,7 @@ def name_of(arm: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    return study(__file__, results, draw, written, arguments)
+    return study(__file__, results, draw, written, arguments, CLAIM)
 
 
 if __name__ == "__main__":

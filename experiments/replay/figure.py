@@ -8,9 +8,12 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from experiments.plots import save
+from spec_lab.analysis.figures import GREY, STYLE
+from spec_lab.analysis.figures.palette import verifier_colour
 
 HERE = Path(__file__).parent
+CLAIM = "Replay predicts the tau of 47 designs that were not run"
 MARKERS = {"token": "o", "kseq": "s", "match": "^", "traversal": "D"}
 
 
@@ -24,25 +27,26 @@ def draw(table: pd.DataFrame) -> Figure:
             table[["predicted_high", "measured_high"]].max().max() + 0.05,
         )
         axes.plot(ends, ends, color=GREY, ls="--", lw=1, zorder=1)
-        for number, (verifier, marker) in enumerate(MARKERS.items()):
+        for verifier, marker in MARKERS.items():
             rows = table[table["verifier"] == verifier]
             across, up = (
                 [rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name]]
                 for name in ("measured", "predicted")
             )
-            look = {"color": COLOURS[number], "marker": marker, "ms": 4, "ls": "", "lw": 0.8, "alpha": 0.75}
+            look = {"color": verifier_colour(verifier), "marker": marker, "ms": 4, "ls": "", "lw": 0.8, "alpha": 0.75}
             label = f"{verifier}, {len(rows)} designs"
             axes.errorbar(rows["measured"], rows["predicted"], xerr=across, yerr=up, label=label, **look)
         axes.set(xlim=ends, ylim=ends, aspect="equal")
-        axes.set(xlabel="measured tau, tokens per step", ylabel="predicted tau, tokens per step")
-        axes.set_title("Designs that were not run: 95 % intervals over prompts")
+        axes.set(
+            xlabel="measured tau (95 % intervals over prompts)", ylabel="predicted tau (95 % intervals over prompts)"
+        )
         axes.legend(title="verifier", loc="upper left")
         return figure
 
 
 def main() -> None:
     """Draw the figure beside this file."""
-    draw(pd.read_csv(HERE / "results.csv")).savefig(HERE / "replay.png", dpi=150)
+    save(draw(pd.read_csv(HERE / "results.csv")), HERE / "replay.png", CLAIM)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Settings:
         eagle3, hydra: the phases of training the EAGLE-3 head and the Hydra heads.
         taps: numbers of the hidden states that the EAGLE-3 head reads.
         drafters, drafters_fit: the drafters of ``experiments/drafters``, and the training of each.
-        lengths: passes over the text of the heads of ``experiments/training_length``.
+        lengths: passes over the text of the heads of ``experiments/drafters``.
         parts: number of parts of generated text.
         dtype: in which the stages from ``states`` to ``lengths`` compute; master weights are float32.
         windows: maximum number of windows of each held-out stream that the card measures.

@@ -9,7 +9,7 @@ states      the same, with the hidden states that EAGLE-3 and Hydra heads read
 eagle3      an EAGLE-3 head learns from these (long; resumes)
 hydra       Hydra heads learn from these (long; resumes)
 drafters    every kind of drafter learns from some of these, for ``experiments/drafters`` (long; resumes)
-lengths     EAGLE-3 heads learn from ever more of these, for ``experiments/training_length`` (long; resumes)
+lengths     EAGLE-3 heads learn from ever more of these, for ``experiments/drafters`` (long; resumes)
 distill     draft and Medusa heads learn the target's distributions, on plain text and then on the target's own
 export      bf16 weights, configs and tokenizer into the zoo
 screen      choose the prompts after which the target's text has the fewest repeated 8-grams
@@ -158,7 +158,7 @@ def drafters(settings: Settings) -> None:
 
 
 def lengths(settings: Settings) -> None:
-    """Train an EAGLE-3 head on ever more of the text, for ``experiments/training_length``, into the work folder."""
+    """Train an EAGLE-3 head on ever more of the text, for ``experiments/drafters``, into the work folder."""
     for passes in settings.lengths:
         folder = settings.work / "lengths" / f"{passes:g}"
         plan = replace(settings.drafters_fit, passes=passes)

@@ -1,9 +1,9 @@
 """The cost of a job on Slurm or Ray: sweeps of jobs that only sleep, by their length and the number of workers.
 
-    eval "$(python scripts/local_slurm.py start DIR)" && python experiments/cluster/measure.py slurm
-    eval "$(python scripts/local_ray.py start DIR)" && python experiments/cluster/measure.py ray
+    eval "$(python scripts/local_slurm.py start DIR)" && python experiments/overhead/cluster.py slurm
+    eval "$(python scripts/local_ray.py start DIR)" && python experiments/overhead/cluster.py ray
 
-Writes rows to results.csv in this folder, in place of the engine's earlier ones. The jobs are submitted by the launcher
+Writes rows to cluster.csv in this folder, in place of the engine's earlier ones. The jobs are submitted by the launcher
 that sweeps use. The time beyond the sleep is the start of the command, the engine's work, and the start of workers.
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
         beyond = (whole - length * jobs / workers) / jobs
         row = {"engine": given.engine, "turn": turn, "job_seconds": length, "workers": workers, "jobs": jobs}
         rows.append(row | {"sweep_seconds": round(whole, 2), "overhead_per_job": round(beyond, 3)})
-    file = HERE / "results.csv"
+    file = HERE / "cluster.csv"
     old = pd.read_csv(file) if file.exists() else pd.DataFrame({"engine": []})
     table = pd.concat([old[old["engine"] != given.engine], pd.DataFrame(rows)])
     table.to_csv(file, index=False)

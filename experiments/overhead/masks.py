@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--threads", type=int, default=1, help="of both sides; trees use one")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each cell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("masks.json"))
     given = parser.parse_args()
     rng, base, pool = np.random.default_rng(0), bundled(), LLExecutor(given.threads)
     shapes = {f"chain {k}": chain(k) for k in given.chains} | {"tree 64": tree(TREE)}

@@ -1,7 +1,7 @@
-"""Compare an EAGLE-3 head's trees at equal numbers of nodes: python -m experiments.eagle_trees.measure.
+"""Compare an EAGLE-3 head's trees at equal numbers of nodes: python -m experiments.tree_shapes.eagle.
 
 All trees of a size are arms of one run, and alternate; a sweep over verifiers and sampling for each size. The same
-command resumes; ``figure.py`` reads the runs.
+command resumes; ``eagle_figure.py`` reads the runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How far from the target do rules sample by which published code verifies deterministic drafts?
 
-On toys by enumeration, and along texts of the bundled target: python -m experiments.published_rules.measure.
+On toys by enumeration, and along texts of the bundled target: python -m experiments.exactness.published.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import spec_lab
 from experiments import plots
-from experiments.published_rules.rules import last_tokens, next_tokens, rules
+from experiments.exactness.rules import last_tokens, next_tokens, rules
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -111,22 +111,16 @@ def on_texts(target: Target, proposer: Proposer, temperature: float, limit: int,
     return pd.DataFrame(rows)
 
 
-def tables(toys: pd.DataFrame, texts: pd.DataFrame) -> str:
-    """The results in Markdown: one row for each rule, the toys first."""
-    names, temperatures = list(dict.fromkeys(toys["rule"])), sorted(set(toys["temperature"]), reverse=True)
-    head = ["rule", *(f"toys, T = {t:g}: largest, mean" for t in temperatures)]
-    rows = [head]
-    for name in names:
-        rows_of = [plots.row_where(toys, rule=name, temperature=t) or {} for t in temperatures]
-        rows.append([name, *(f"{shown(row['largest'])}, {shown(row['mean'])}" for row in rows_of)])
-    places = list(dict.fromkeys(zip(texts["proposer"], texts["temperature"], strict=True)))
-    more = [["rule", *(f"{proposer}, T = {t:g}" for proposer, t in places)]]
-    for name in names:
-        rows_of = [plots.row_where(texts, rule=name, proposer=proposer, temperature=t) or {} for proposer, t in places]
-        more.append(
-            [name, *(f"{shown(row['first'])}, {shown(row['bonus'])}, {row['accepted']:.2f}" for row in rows_of)]
-        )
-    return plots.markdown(rows) + "\n\n" + plots.markdown(more)
+def table(toys: pd.DataFrame, texts: pd.DataFrame) -> str:
+    """The README's table at temperature 1: the largest and mean total variation of toys, and that of each proposer."""
+    proposers = list(dict.fromkeys(texts["proposer"]))
+    rows = [["rule", "toys: largest, mean", *proposers]]
+    for name in dict.fromkeys(toys["rule"]):
+        toy = plots.row_where(toys, rule=name, temperature=1) or {}
+        first = [plots.row_where(texts, rule=name, proposer=proposer, temperature=1) or {} for proposer in proposers]
+        cells = (shown(row["first"]) for row in first)
+        rows.append([name, f"{shown(toy['largest'])}, {shown(toy['mean'])}", *cells])
+    return plots.markdown(rows)
 
 
 def shown(value: float) -> str:
@@ -135,7 +129,7 @@ def shown(value: float) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write ``toys.csv``, ``texts.csv`` and the tables of the page."""
+    """Measure, print, and write ``toys.csv``, ``texts.csv`` and the table of the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=8, help="prompts of each kind of text")
     parser.add_argument("--new", type=int, default=64, help="tokens emitted for each")
@@ -145,7 +139,7 @@ def main() -> None:
     if not chosen.tables:
         measure(chosen.limit, chosen.new, chosen.out)
     toys, texts = (pd.read_csv(chosen.out / f"{name}.csv") for name in ("toys", "texts"))
-    plots.fill(chosen.out / "README.md", tables(toys, texts))
+    plots.fill(chosen.out / "README.md", table(toys, texts), "published")
 
 
 def measure(limit: int, new: int, out: Path) -> None:

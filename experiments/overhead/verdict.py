@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> pd.DataFrame:
         rows.append(row)
         print(f"{row['run']}: {row['speedup']:.2f}, {row['verdict']}: {row['reasons']}", flush=True)
     table = pd.DataFrame(rows)
-    file, before = chosen.out / "results.csv", pd.DataFrame()
+    file, before = chosen.out / "verdict.csv", pd.DataFrame()
     if file.is_file():  # the other half stays
         before = pd.read_csv(file)
         before = before[before["way"].eq("quiet") if chosen.loaded else before["way"].ne("quiet")]

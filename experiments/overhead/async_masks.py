@@ -1,6 +1,6 @@
 """Compute masks before the target's forward, or during it in a thread: which is faster, and how long does a step wait?
 
-    python experiments/mask_speed/async_masks.py
+    python experiments/overhead/async_masks.py
 
 Both ways decode the same prompts, alternating in one process; a figure is the ratio of their decode seconds by prompt.
 """

@@ -1,6 +1,6 @@
 """The time of a sweep beyond its decoding: two workers against one, a job's overhead, reading a thousand runs.
 
-``python experiments/sweeps/measure.py`` takes some six minutes and writes results.json into this folder.
+``python experiments/overhead/sweeps.py`` takes some six minutes and writes sweeps.json into this folder.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--out", type=Path, default=HERE / "sweeps.json")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,8 +1,8 @@
-"""Accepted length against training tokens: python -m experiments.training_length.measure --heads DIR.
+"""Accepted length against training tokens: python -m experiments.drafters.length --heads DIR.
 
 ``DIR`` holds a folder for each EAGLE-3 head, as ``scripts/train_zoo.py lengths`` writes them. Acceptance by position is
 estimated on the target's own continuations of the prompts, without decoding; then every head drafts chains for the same
-prompts, as an arm of one run. The same command resumes; ``figure.py`` reads the runs.
+prompts, as an arm of one run. The same command resumes; ``length_figure.py`` reads the runs.
 """
 
 from __future__ import annotations

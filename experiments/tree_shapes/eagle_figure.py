@@ -1,4 +1,4 @@
-"""Results, figure and table of the study: python -m experiments.eagle_trees.figure [RUNS]."""
+"""Results, figure and table of the study: python -m experiments.tree_shapes.eagle_figure [RUNS]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from experiments.plots import (
     bounds,
-    colours,
     kept,
     line,
     markdown,
@@ -23,6 +22,7 @@ from experiments.plots import (
     tau_beyond,
 )
 from spec_lab.analysis import metrics
+from spec_lab.analysis.figures.palette import option_colours
 
 KEYS = ("temperature", "verifier_name", "nodes")
 ARMS = {
@@ -33,6 +33,7 @@ ARMS = {
     "best_first_point": "best first, likeliest",
     "eagle2": "EAGLE-2 (reranked)",
 }
+CLAIM = "An EAGLE-3 head's larger trees emit more tokens per step and are slower; at T = 1 sampled trees win"
 
 
 def results(runs: Path) -> pd.DataFrame:
@@ -50,14 +51,13 @@ def results(runs: Path) -> pd.DataFrame:
 
 
 def panels(table: pd.DataFrame) -> list[tuple[float, str]]:
-    """Return the temperatures and verifiers that differ: at temperature 0 all verifiers accept the same."""
-    places = sorted(set(zip(table["temperature"], table["verifier_name"], strict=True)))
-    return [panel for panel in places if panel[0] > 0 or panel[1] == "token"]
+    """Return the temperatures that are shown, with token verification; the other verifier is in the stored results."""
+    return [(temperature, "token") for temperature in sorted(table["temperature"].unique())]
 
 
 def draw(table: pd.DataFrame) -> Figure:
     """Plot tau and speed-up by nodes; a row for each temperature and verifier, a line for each tree."""
-    places, colour = panels(table), colours(list(ARMS))
+    places, colour = panels(table), option_colours(list(ARMS))
     figure = Figure(figsize=(9.0, 2.9 * len(places) + 0.4), layout="constrained")
     grid = figure.subplots(len(places), 2, squeeze=False, sharex=True, sharey="col")
     for row, (temperature, verifier) in zip(grid, places, strict=True):
@@ -68,35 +68,31 @@ def draw(table: pd.DataFrame) -> Figure:
         no_gain(row[1])
         row[0].set_title(f"T = {temperature:g}" + (f", {verifier}" if temperature else ""))
         row[0].set_ylabel("tokens per step")
-        row[1].set_ylabel("times the baseline's tokens/s")
+        row[1].set_ylabel("speed-up, 95 % bands")
         for axes in row:
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted(table["nodes"].unique()), [str(size) for size in sorted(table["nodes"].unique())])
     for axes in grid[-1]:
         axes.set_xlabel("drafted nodes per step")
     figure.legend(*grid[0][1].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
-    figure.suptitle("95 % bands over prompts", fontsize=10)
     return figure
 
 
 def written(table: pd.DataFrame) -> str:
-    """Return the README's tables: speed-up and tau; speed over EAGLE-2's tree of as many nodes."""
+    """Return the README's table: speed-up and tau."""
     sizes = sorted(table["nodes"].unique())
-    head = ["T", "verifier", "tree", *(f"{size} nodes" for size in sizes)]
-    alone, paired = [head], [["T", "verifier", "over EAGLE-2's", *head[3:]]]
+    lines = [["T", "tree", *(f"{size} nodes" for size in sizes)]]
     for temperature, verifier in panels(table):
         for arm, label in ARMS.items():
             where = {"temperature": temperature, "verifier_name": verifier, "arm": arm}
             rows = [row_where(table, **where, nodes=size) for size in sizes]
-            left = [f"{temperature:g}", verifier if temperature else "all", label]
-            alone.append([*left, *(f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in rows)])
-            if arm != "eagle2":
-                paired.append([*left, *(shown(row, "speed_over_eagle2") for row in rows)])
-    return f"{markdown(alone)}\n\n{markdown(paired)}"
+            cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in rows]
+            lines.append([f"{temperature:g}", label, *cells])
+    return markdown(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    return study(__file__, results, draw, written, arguments)
+    return study(__file__, results, draw, written, arguments, CLAIM, "eagle_trees")
 
 
 if __name__ == "__main__":
