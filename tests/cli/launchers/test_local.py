@@ -11,7 +11,7 @@ from tests.cli.launchers.conftest import ROOT
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "local_slurm.py"))
 PAGE = ROOT / "docs/tutorials/sweep_on_a_cluster.md"
 COMMANDS = [
-    command.words[command.words.index("--multirun") + 1 :]
+    [word for word in command.words if word.startswith("hydra")]
     for command in documents.commands(PAGE, PAGE.read_text())
     if "--multirun" in command.words and "hydra/launcher=slurm" in command.words
 ]
