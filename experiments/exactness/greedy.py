@@ -58,8 +58,8 @@ PROPOSERS: dict[str, Callable[[Target], Proposer]] = {
     "draft_tree without warm": lambda target: draft(target, tree=TREE, drawn="without", temperature=1.0),
     "draft_tree gumbel warm": lambda target: draft(target, tree=TREE, drawn="gumbel", temperature=1.0),
     "medusa": lambda target: Medusa.load(target, str(ZOO / "medusa"), tree=TREE),
-    "ngram": lambda target: Ngram.load(target),
-    "ngram_tree": lambda target: NgramTree.load(target),
+    "ngram": lambda target: Ngram.load(target, depth=10),
+    "ngram_tree": lambda target: NgramTree.load(target, depth=6),
 }
 """Warm: drafts sampled at temperature 1 for a greedy target. Siblings cannot be sampled from a greedy distribution."""
 

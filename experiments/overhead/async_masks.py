@@ -49,8 +49,8 @@ def main() -> None:
     schema = json_schema(vocabulary, path=zoo("prompts/records.schema.json"), prompt=True, **WHITE)
     proposers = {
         "draft_chain": DraftModel.load(target, zoo("draft"), depth=4),
-        "ngram": Ngram.load(target),
-        "ngram_tree": NgramTree.load(target),
+        "ngram": Ngram.load(target, depth=10),
+        "ngram_tree": NgramTree.load(target, depth=6),
     }
     requests = requests_of(target, jsonl(zoo("prompts/json.jsonl"), given.prompts), Sampling(), given.new)
     rows = []

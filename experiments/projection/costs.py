@@ -55,7 +55,7 @@ def methods(target: Target, zoo: Path, trees: Sequence[int], depths: Sequence[in
         made[f"medusa {nodes}"] = Medusa.load(target, heads, tree="likeliest", max_nodes=nodes)
     for depth in depths:
         made[f"draft_chain {depth}"] = DraftModel.load(target, str(zoo / "draft"), depth=depth)
-    return made | {"ngram": Ngram.load(target)}
+    return made | {"ngram": Ngram.load(target, depth=10)}
 
 
 # Measuring ---------------------------------------------------------------------------------------------------------

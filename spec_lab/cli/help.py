@@ -14,7 +14,10 @@ from spec_lab.cli.subcommands import COMMANDS, refuse
 
 EXAMPLES = (
     ("+experiment=medusa_tree", "measure Medusa heads against their target; all of it is bundled"),
-    ("target=smollm2 proposer=ngram prompts=mt_bench", "prompt lookup on a real model; requires the extra smollm2"),
+    (
+        "target=smollm2 proposer=ngram proposer.depth=3 prompts=mt_bench",
+        "prompt lookup on a real model (extra smollm2)",
+    ),
     ("--multirun +experiment=draft_length", "a sweep; spec-lab state DIR shows how far it is"),
     ("recommend target.path=MODEL prompts=chat prompts.path=FILE", "which speculative mode is fastest here, or none"),
     ("+experiment=certify", "prove that an output distribution is unchanged"),

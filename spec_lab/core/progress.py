@@ -81,6 +81,12 @@ class Progress(tqdm):
         """Draw the bar; nothing where lines are printed."""
         return True if self.lines else super().display(msg, pos)
 
+    def tick(self, done: int, kept: bool = False) -> None:
+        """Count units that are done; those that were kept from an earlier run do not count for the rate."""
+        if kept:
+            self.initial += done
+        self.update(done)
+
     def print_line(self) -> None:
         """Print the state as a line."""
         print(visible(str(self)), file=sys.stderr, flush=True)

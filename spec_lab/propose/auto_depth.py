@@ -112,6 +112,7 @@ def resolved(
         log.warning(
             "no depth of a look-up is faster than decoding without drafts on this machine at batch size %d, if each "
             "level is accepted with a probability of %.2g: nothing will be drafted. Set proposer.acceptance to that of "
-            "your texts, a depth, or policy=goodput, which learns it", batch_size, acceptance,
+            "your texts, or proposer.depth=3 (with policy=goodput it is drafted only where that has paid)", batch_size,
+            acceptance,
         )  # fmt: skip
     return chosen.depth, chosen

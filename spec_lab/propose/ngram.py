@@ -121,7 +121,7 @@ class Ngram(Proposer):
     @checked
     def load(
         target: Target,
-        depth: Depth = 10,
+        depth: Depth = "auto",
         max_ngram: Size = 4,
         min_ngram: Size = 1,
         match: Match = "recent",
@@ -210,7 +210,7 @@ class NgramTree(Proposer):
     def load(
         target: Target,
         nodes: TreeNodes = 12,
-        depth: Depth = 6,
+        depth: Depth = "auto",
         max_ngram: Size = 4,
         min_ngram: Size = 1,
         acceptance: Acceptance = 0.7,

@@ -131,7 +131,7 @@ class PldPlus(Proposer):
     @checked
     def load(
         target: Target,
-        depth: Depth = 10,
+        depth: Depth = "auto",
         layer: Annotated[int, Whole(-1)] | None = None,
         acceptance: Acceptance = 0.7,
         batch_size: Count = 1,

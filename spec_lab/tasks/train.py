@@ -215,11 +215,11 @@ class _Training:
         """Return the files of the answers of conversations, with hidden states."""
         rows, batch, count = self.plan.rows, self.settings.batch_size, self.source.count(conversations)
         with Progress(total=count, desc=name, unit="answer") as bar:
-            texts = self.source.texts(conversations, bar.update)
+            texts = self.source.texts(conversations, bar.tick)
         texts = texts if rest else texts[: count - count % rows]
         with Progress(total=len(texts), desc=f"{name}: hidden states", unit="text") as bar:
             states, folder = self.recipe.states(self.lab.target), self.settings.output_dir / name
-            return record(self.lab.target, texts, states, folder, rows, batch, rest, bar.update)
+            return record(self.lab.target, texts, states, folder, rows, batch, rest, bar.tick)
 
     def _forecast(self) -> None:
         """Print what answers and training will take, and which tau the drafter must reach to pay."""
@@ -300,9 +300,9 @@ class _Training:
         return sum(accepted) / max(1, len(accepted))
 
 
-def _at(bar: Any, done: int, total: int) -> None:
+def _at(bar: Progress, done: int, total: int) -> None:
     bar.total = total
-    bar.update(done - bar.n)
+    bar.tick(done - bar.n, kept=not bar.n)  # the first call counts the steps of earlier runs, too
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -20,7 +20,7 @@ from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.answers import AnsweredText, check_source, read_answers
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.text.run_answers import is_run, run_facts
-from spec_lab.train.record import answer
+from spec_lab.train.record import Tick, answer
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,10 @@ class Answers:
             return len(conversations)
         return sum(self.lab.prompts[number].turns for number, _ in conversations)
 
-    def texts(self, conversations: Sequence[Conversation], tick: Callable[[int], Any]) -> list[AnsweredText]:
+    def texts(self, conversations: Sequence[Conversation], tick: Tick) -> list[AnsweredText]:
         """Return the texts of conversations; those of later turns follow the first turns of all."""
         if self.known is not None:
-            tick(len(conversations))
+            tick(len(conversations), True)
             return [self.known[number] for number, _ in conversations]
         texts, answers = list[AnsweredText](), {conversation: list[str]() for conversation in conversations}
         batch, seed = self.settings.batch_size, self.settings.seed

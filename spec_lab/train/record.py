@@ -33,7 +33,7 @@ from spec_lab.verify import Match
 
 log = logging.getLogger(__name__)
 
-Tick = Callable[[int], Any]
+Tick = Callable[[int, bool], Any]
 
 VERSION = 1
 """Part of the names of kept answers; a change of decoding that changes tokens raises it."""
@@ -75,7 +75,7 @@ def answer(
     seed: int,
     pieces: Sequence[bytes] | None = None,
     kept: Path | None = None,
-    tick: Tick = lambda done: None,
+    tick: Tick = lambda done, kept: None,
 ) -> list[AnsweredText]:
     """Let the target answer requests, as each samples.
 
@@ -87,7 +87,7 @@ def answer(
         pieces: the bytes of each token; needed for stop strings.
         kept: a folder of earlier answers, to which new ones are added; None: nothing is kept. It is not used for a
             target without a SHA-256.
-        tick: called with the number of requests of each group that is answered.
+        tick: called with the number of requests of each group that is answered, and whether their answers were kept.
 
     Raises:
         ValueError: an answer broke: logits that are NaN or infinite.
@@ -97,7 +97,8 @@ def answer(
     for start in range(0, len(requests), batch):
         group = requests[start : start + batch]
         file = None if kept is None or not target.sha256 else kept / f"{_key(target, group, seed)}.safetensors"
-        if file is None or not file.exists():
+        there = file is not None and file.exists()
+        if file is None or not there:
             answers = _answered(target, group, seed, pieces)
             if file is not None:
                 _keep(answers, file)
@@ -110,7 +111,7 @@ def answer(
         for request, tokens in zip(group, answers, strict=True):
             begin, whole = len(request.tokens), (*request.tokens, *tokens)
             texts.append(AnsweredText(request.name, whole, ((begin, len(whole)),)))
-        tick(len(group))
+        tick(len(group), there)
     return texts
 
 
@@ -153,7 +154,7 @@ def record(
     rows: int,
     batch: int,
     rest: bool = False,
-    tick: Tick = lambda done: None,
+    tick: Tick = lambda done, kept: None,
 ) -> list[Path]:
     """Compute the target's hidden states along texts, and write files of ``rows`` texts each; files there are kept.
 
@@ -165,7 +166,7 @@ def record(
         rows: texts of a file.
         batch: texts computed together.
         rest: whether the last texts, which do not fill a file, get a smaller one. Otherwise they are left out.
-        tick: called with the number of texts of each file that is there.
+        tick: called with the number of texts of each file, and whether it was there before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths, more = [], len(texts) % rows
@@ -175,9 +176,9 @@ def record(
     for start in range(0, len(texts), rows):
         path, some = folder / f"part-{start // rows:05d}.safetensors", texts[start : start + rows]
         paths.append(path)
-        if not path.exists():
+        if not (there := path.exists()):
             _with_states(target, some, states, batch).write(path)
-        tick(len(some))
+        tick(len(some), there)
     return paths
 
 

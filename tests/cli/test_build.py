@@ -237,7 +237,7 @@ def test_an_error_inside_a_lazy_import_is_reported_in_place_of_the_module_that_i
     assert reason(ModuleNotFoundError("No module named 'absent'")) == "No module named 'absent'"
 
 
-NGRAM = {"_target_": "spec_lab.propose.ngram.Ngram.load"}
+NGRAM = {"_target_": "spec_lab.propose.ngram.Ngram.load", "depth": 10}
 
 
 def test_the_parts_of_a_hybrid_are_built_first_and_may_be_hybrids():

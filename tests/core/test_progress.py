@@ -41,6 +41,14 @@ def test_a_log_has_a_line_with_what_is_done_of_how_much_the_rate_and_the_time_le
     assert re.fullmatch(r"run: 2/8 prompts, .*prompt.*, [\d:]+ elapsed, [\d:]+ left, 13 tokens/s", line), line
 
 
+def test_units_of_an_earlier_run_are_done_and_do_not_count_for_the_rate():
+    with Progress(total=8) as bar:
+        bar.tick(6, kept=True)
+        bar.tick(1)
+        state = bar.format_dict
+    assert (state["n"], state["n"] - state["initial"]) == (7, 1)
+
+
 @pytest.mark.parametrize("done", [8.4, 12])
 def test_more_work_than_expected_leaves_no_negative_time(log, done):
     file, printed = log()

@@ -199,8 +199,8 @@ def with_layers(target, count):
 
 
 def test_the_middle_layer_is_the_default(target):
-    assert PldPlus.load(with_layers(target, 6)).requires.hidden == (3,)
-    assert PldPlus.load(with_layers(target, 6), layer=-1).facts == {"layer": -1}
+    assert PldPlus.load(with_layers(target, 6), 10).requires.hidden == (3,)
+    assert PldPlus.load(with_layers(target, 6), 10, -1).facts == {"layer": -1}
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ def test_the_middle_layer_is_the_default(target):
 )
 def test_wrong_options_are_named(target, options, message):
     with pytest.raises(ValueError, match=message):
-        PldPlus.load(with_layers(target, 6), **options)
+        PldPlus.load(with_layers(target, 6), 10, **options)
 
 
 @pytest.mark.parametrize("layer", [None, 3])
 def test_a_target_without_hidden_states_is_refused(target, layer):
     blind = with_layers(target, 0)
     with pytest.raises(ValueError, match="'pld_plus' requires hidden state . .* no hidden states"):
-        check_requires(PldPlus.load(blind, layer=layer), blind)
+        check_requires(PldPlus.load(blind, 10, layer), blind)

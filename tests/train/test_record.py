@@ -25,8 +25,8 @@ def test_answers_are_asked_for_once(target, tmp_path, monkeypatch):
     wanted, ticks = requests(WARM, new=4, prompts=PROMPTS), []
     first = answer(target, wanted, 2, 0, kept=tmp_path / "answers")
     monkeypatch.setattr(recording, "fixed_group", None)  # nothing can be decoded now
-    assert answer(target, wanted, 2, 0, kept=tmp_path / "answers", tick=ticks.append) == first
-    assert ticks == [2, 1] and [text.answers[0][0] for text in first] == [3, 2, 2]
+    assert answer(target, wanted, 2, 0, kept=tmp_path / "answers", tick=lambda *done: ticks.append(done)) == first
+    assert ticks == [(2, True), (1, True)] and [text.answers[0][0] for text in first] == [3, 2, 2]
 
 
 def test_kept_answers_that_are_damaged_are_named(target, tmp_path):
@@ -58,7 +58,10 @@ def test_a_folder_that_cannot_be_written_keeps_no_answers(target, tmp_path, capl
 def test_the_states_along_a_conversation_are_the_targets_and_only_its_answers_are_learned(target, tmp_path):
     tokens = (3, 1, 4, 1, 5, 9, 2, 6, 5)
     texts = [AnsweredText("a", tokens, ((2, 4), (6, 8))), AnsweredText("b", tokens[:5], ((1, 5),))]
-    (path,) = record(target, texts, (1, -1), tmp_path, 2, 2)
+    ticks = []
+    for _ in range(2):  # the second time the file is there
+        (path,) = record(target, texts, (1, -1), tmp_path, 2, 2, tick=lambda *done: ticks.append(done))
+    assert ticks == [(2, False), (2, True)]
     text = Texts.read(path)
     with torch.no_grad():
         states = target.model.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
