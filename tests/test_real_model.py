@@ -5,13 +5,16 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 
-from experiments.real_model import conversations, figure, heads
+from experiments.real_model import conversations, figure, heads, settings
+from spec_lab.cli.bundled import conf
 from spec_lab.models import smollm2
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.target import Target
@@ -153,8 +156,9 @@ def test_the_readme_of_the_repository_has_a_place_for_the_table(tmp_path):
     assert "<!-- real model -->" in text and "<!-- end of real model -->" in text
 
 
-@pytest.mark.nightly
-def test_the_experiment_is_swept_on_a_tiny_model_and_drawn(tmp_path, monkeypatch, quick_cli):
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A tiny model in place of the package's."""
     pytest.importorskip("gguf", reason="requires the extra llamacpp")
     folder = tmp_path / "a_package_of_smollm2"
     folder.mkdir()
@@ -162,6 +166,10 @@ def test_the_experiment_is_swept_on_a_tiny_model_and_drawn(tmp_path, monkeypatch
     convert(str(with_zoo_tokenizer(tmp_path / "tiny")), folder / "SmolLM2-135M-Instruct.Q4_1.gguf")
     monkeypatch.setattr(smollm2, "PACKAGE", "a_package_of_smollm2")
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.nightly
+def test_the_experiment_is_swept_on_a_tiny_model_and_drawn(tmp_path, installed, quick_cli):
     short = [f"prompts.path={QUESTIONS}", "prompts.every=1", "max_new_tokens=6", "warmup=0", "threads=1"]
     given = ["+experiment=real_model", "target.engine=transformers", "target.dtype=float32", *short]
     code, _, errors = quick_cli("--multirun", *given, "sampling.temperature=0,1", "output_dir=runs/transformers")
@@ -175,6 +183,29 @@ def test_the_experiment_is_swept_on_a_tiny_model_and_drawn(tmp_path, monkeypatch
     assert len(table) == 2 * 6 and (table["tau_macro"] >= 1).all() and set(table["engine"]) == {"transformers"}
     assert (folder / "real_model.png").stat().st_size and "lookahead" in (folder / "README.md").read_text()
     assert "| transformers | 0 |" in (tmp_path / "README.md").read_text()
+
+
+def test_every_setting_composes_and_has_prompts_of_its_own(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(settings, "spec_lab", lambda *arguments: commands.append(arguments))
+    monkeypatch.setattr(settings, "targets", lambda folder: {"weights in q8_0": ["target=gguf", "target.path=a.gguf"]})
+    chosen = SimpleNamespace(out=tmp_path, limit=2, new=4, threads=1)
+    settings.measure(chosen, {"medusa": ("medusa", {"path": tmp_path})})
+    assert len(commands) == 2 * len(settings.settings(tmp_path, 2)) + 1
+    with initialize_config_dir(conf(), version_base="1.3"):
+        for command in commands:
+            config = compose("config", [text for text in command if text != "--multirun"])
+            assert config.max_new_tokens == 4 and {"ngram_sure", "ngram_goodput"} <= set(config.arms)
+            assert ("medusa" in config.arms) == (config.target.get("engine") == "transformers" and not config.peers)
+    for name in ("code", "long", "json"):
+        assert len(lines_of(tmp_path / "prompts" / f"{name}.jsonl")) == 2
+
+
+def test_the_finding_names_the_fastest_draft_of_each_engine():
+    table = results(setting="code")
+    assert "by llama.cpp in 0 of 1 (at most 0.90 times as fast: " in settings.finding(table)
+    assert "by transformers in 1 of 1 (at most 1.50 times as fast: Medusa tree, code)" in settings.finding(table)
+    assert "1.50 [1.40, 1.60], 1.50" in settings.written(table)
 
 
 # Heads
