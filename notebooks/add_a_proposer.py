@@ -36,7 +36,7 @@ for package in ("my_drafts", "my_drafts/conf"):
 # ## The file
 #
 # The idea: after each token draft the one that followed its last occurrence in the same text. A proposer has a `name`,
-# declares how its siblings are `drawn` (here `point`: deterministic) and how many `nodes` it drafts at most. `propose`
+# declares how its siblings are `drawn` (here `deterministic`) and how many `nodes` it drafts at most. `propose`
 # receives the live sequences and returns one tree for each: here a chain, which may be empty. `Proposer` has defaults
 # for the rest: this proposer carries no state from step to step, and `requires` no hidden states or logits of the
 # target.
@@ -62,7 +62,7 @@ from spec_lab.models.target import Target
 class Recent(Proposer):
     depth: int
     name: str = "recent"
-    drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no probabilities q
+    drawn: Drawn = "deterministic"  # the same text always gets the same draft, so it carries no probabilities q
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Recent":
@@ -201,8 +201,8 @@ changes[["reference_value", "other_value", "change", "simultaneous_low", "simult
 # %% [markdown]
 # ## Next
 #
-# - A proposer that samples: `drawn` is `iid` or `without`, and the draft carries the draft distributions (`q`, `q_row`
-#   of `spec_lab/core/draft.py`). `certify` finds drafts that were not drawn from the `q` that they carry.
+# - A proposer that samples: `drawn` is `iid` or `without_replacement`, and the draft carries the draft distributions
+#   (`q`, `q_row` of `spec_lab/core/draft.py`). `certify` finds drafts that were not drawn from the `q` that they carry.
 # - A proposer that learns from the target: `requires` names the hidden states or logits it needs, `init(request)` makes
 #   the state of a sequence, and `observe` receives what each step computed; `spec_lab/decode/proposer.py` documents the
 #   life cycle.

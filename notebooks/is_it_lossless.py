@@ -101,10 +101,10 @@ from spec_lab.verify import KSeq, Lenient, Match, Traversal
 
 pairs = [
     ("iid", Token()),
-    ("without", Token()),
-    ("without", Traversal()),
+    ("without_replacement", Token()),
+    ("without_replacement", Traversal()),
     ("iid", KSeq()),
-    ("point", Match()),
+    ("deterministic", Match()),
     ("iid", Lenient(0.5)),
     ("iid", Control()),
 ]
@@ -169,7 +169,7 @@ display(figure)
 # detected. With the few tokens here the score tests detect large biases only; the default is 2000.
 
 # %% language="bash"
-# python -m spec_lab +experiment=certify proposer=draft_chain proposer.drawn=point verifier=token \
+# python -m spec_lab +experiment=certify proposer=draft_chain proposer.drawn=deterministic verifier=token \
 #     task.samples=2000 task.tokens=256 prompts.limit=8 max_new_tokens=16 threads=1 output_dir=certified
 
 # %%

@@ -1,7 +1,8 @@
 """Draw the pictures of docs/concepts from the files of two small runs, and the speed-ups of docs/index.md.
 
-    spec-lab proposer=draft_tree proposer.tree=2x2x1 proposer.drawn=without sampling=temperature_1 record=replay \\
-        target.dtype=float32 threads=1 warmup=0 baseline=false prompts.limit=6 max_new_tokens=40 output_dir=runs/tree
+    spec-lab proposer=draft_tree proposer.tree=2x2x1 proposer.drawn=without_replacement sampling=temperature_1 \\
+        record=replay target.dtype=float32 threads=1 warmup=0 baseline=false prompts.limit=6 max_new_tokens=40 \\
+        output_dir=runs/tree
     spec-lab proposer=draft_chain prompts.limit=4 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=runs/first
     python scripts/docs_pictures.py runs/tree runs/first
 

@@ -39,7 +39,7 @@ class Repeat(Proposer):
     """Drafts the last token again, ``depth`` times."""
 
     name = "repeat"
-    drawn = "point"
+    drawn = "deterministic"
 
     def __init__(self, depth: int = 2) -> None:
         self.nodes = self.depth = depth

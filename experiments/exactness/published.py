@@ -84,7 +84,7 @@ def on_toys(temperature: float) -> pd.DataFrame:
     """Largest and mean total variation of a step's outputs over the enumerated instances."""
     rows = []
     for name, rule in rules(temperature).items():
-        distances = [finding.tv for finding in prove("point", rule, STEPS, Sampling(temperature)).findings]
+        distances = [finding.tv for finding in prove("deterministic", rule, STEPS, Sampling(temperature)).findings]
         rows.append(
             {"rule": name, "temperature": temperature, "largest": max(distances), "mean": float(np.mean(distances))}
         )

@@ -18,7 +18,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.shape import Shape
 from spec_lab.verify import Match, Token, Typical, Verdict, Verifier
 
-POINT: frozenset[Drawn] = frozenset({"point"})
+DETERMINISTIC: frozenset[Drawn] = frozenset({"deterministic"})
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SampledPaths(Verifier):
     """
 
     name: ClassVar[str] = "sampled_paths"
-    accepts: ClassVar[frozenset[Drawn]] = POINT
+    accepts: ClassVar[frozenset[Drawn]] = DETERMINISTIC
     lossless: ClassVar[bool] = False
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
@@ -69,7 +69,7 @@ class PlainBonus(Verifier):
 
     temperature: float = 1.0
     name: ClassVar[str] = "plain_bonus"
-    accepts: ClassVar[frozenset[Drawn]] = POINT
+    accepts: ClassVar[frozenset[Drawn]] = DETERMINISTIC
     lossless: ClassVar[bool] = False
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

@@ -46,7 +46,7 @@ TREE = tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 0,
 class RandomTokens(Proposer):
     """Drafts random tokens in a fixed shape."""
 
-    name, drawn = "random", "point"
+    name, drawn = "random", "deterministic"
     nodes: int
 
     def __init__(self, shape: Shape, vocabulary: int) -> None:
@@ -130,7 +130,7 @@ def ways_of(target: Target, arguments: argparse.Namespace) -> dict[str, tuple[Pr
     """Return the ways of decoding by name: a proposer, and the rows of its steps."""
     draft = random_model(1, arguments)
     pack(draft)
-    plan = TreePlan.read(depth=4, tree=None, nodes=None, drawn="point")
+    plan = TreePlan.read(depth=4, tree=None, nodes=None, drawn="deterministic")
     return {
         "autoregressive": (Null(), 1),
         "chain of 4": (RandomTokens(chain(4), arguments.vocabulary), 5),

@@ -333,7 +333,7 @@ def main() -> None:
             console.print(view)
         if arguments.only != "chains":
             target = Target.load(arguments.target, device=device)
-            for drawn, temperature in (("point", 0.0), ("iid", 1.0), ("without", 1.0)):
+            for drawn, temperature in (("deterministic", 0.0), ("iid", 1.0), ("without_replacement", 1.0)):
                 timed = time_tree(
                     target, arguments.draft, arguments.prompts, arguments.tree, drawn, temperature,
                     arguments.verifiers, arguments.context, arguments.steps,

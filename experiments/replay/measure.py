@@ -31,7 +31,7 @@ POSITIONS, STEPS = "positions", "steps"
 RECORDED: dict[str, runs.Arm] = {
     "chain": ("draft_chain", {"depth": 6, "drawn": "iid", "confidence": 0}),
     "iid": ("draft_tree", {"tree": "3x2x1", "drawn": "iid"}),
-    "without": ("draft_tree", {"tree": "3x2x1", "drawn": "without"}),
+    "without_replacement": ("draft_tree", {"tree": "3x2x1", "drawn": "without_replacement"}),
 }
 """The arms of the recorded run, verified by ``token``."""
 
@@ -84,13 +84,13 @@ def cases() -> list[Case]:
     for verifier in ("token", "kseq", "match"):
         cases_ += [Case(f"tree_{tree}", verifier, tree) for tree in trees]
     cases_ += [Case(f"match_chain_{depth}", "match", chain(depth)) for depth in (2, 4)]
-    cases_ += [Case(f"point_{tree}", "match", tree, drawn="point") for tree in ("1x1", "1x1x1x1", *trees)]
+    cases_ += [Case(f"point_{tree}", "match", tree, drawn="deterministic") for tree in ("1x1", "1x1x1x1", *trees)]
     at = (STEPS, "chain")
     cases_ += [Case(f"block_{depth}", "traversal", chain(depth), at) for depth in (2, 4, 6)]
     for tree in ("2", "2x2", "3x2x1"):
         cases_.append(Case(f"iid_{tree}", "traversal", tree, (STEPS, "iid")))
         cases_ += [
-            Case(f"without_{tree}", verifier, tree, (STEPS, "without"), "without")
+            Case(f"without_{tree}", verifier, tree, (STEPS, "without_replacement"), "without_replacement")
             for verifier in ("token", "traversal")
         ]
     return cases_

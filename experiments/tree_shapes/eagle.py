@@ -26,14 +26,14 @@ def arms(nodes: int, greedy: bool) -> dict[str, dict[str, object]]:
         greedy: the target's temperature is 0; then sampled siblings are drawn at temperature 1.
     """
     grown = {"nodes": nodes, "children": min(4, nodes), "max_depth": 6, "width": 4, "rerank": "false"}
-    without = {"drawn": "without", "temperature": 1 if greedy else "null"}
+    without = {"drawn": "without_replacement", "temperature": 1 if greedy else "null"}
     arms_of: dict[str, dict[str, object]] = {
         "chain": {"nodes": "null", "rerank": "false", "depth": nodes, "drawn": "iid"},
         "static": {"nodes": "null", "rerank": "false", "tree": STATIC[nodes], **without},
-        "static_point": {"nodes": "null", "rerank": "false", "tree": STATIC[nodes], "drawn": "point"},
+        "static_point": {"nodes": "null", "rerank": "false", "tree": STATIC[nodes], "drawn": "deterministic"},
         "best_first": grown | without,
-        "best_first_point": grown | {"drawn": "point"},
-        "eagle2": grown | {"rerank": "true", "drawn": "point"},
+        "best_first_point": grown | {"drawn": "deterministic"},
+        "eagle2": grown | {"rerank": "true", "drawn": "deterministic"},
     }
     return arms_of if nodes <= MAX_CHAIN else {name: arm for name, arm in arms_of.items() if name != "chain"}
 

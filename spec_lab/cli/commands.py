@@ -165,7 +165,7 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     flag("--temperatures", nargs="+", type=float, default=[], metavar="T", help="of the drafter (as recorded)")
     flag("--top-k", nargs="+", type=int, default=[], metavar="K", help="tokens that the drafter draws from (all)")
     flag("--confidence", nargs="+", type=float, default=[], metavar="C", help="below which a draft ends (as recorded)")
-    flag("--drawn", nargs="+", choices=("iid", "point"), default=[], help="how trees are drawn (as recorded)")
+    flag("--drawn", nargs="+", choices=("iid", "deterministic"), default=[], help="how trees are drawn (as recorded)")
     formats = "of a file: jsonl (docs/replay.md), vllm (the text of /metrics), sglang (JSON lines of responses)"
     flag("--format", choices=("jsonl", "vllm", "sglang"), default="jsonl", help=formats)
     flag("--csv", type=Path, metavar="FILE", help="also write all designs to a CSV file")

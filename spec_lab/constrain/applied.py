@@ -294,7 +294,7 @@ class StepConstraint:
         """
         token = read(draft.token)[0] if draft.shape.nodes else NO_TOKENS
         unused = draft_masks is not None and not draft_masks.used
-        prunes = unused and draft.ways == {"point"} and draft.shape.nodes > 0
+        prunes = unused and draft.ways == {"deterministic"} and draft.shape.nodes > 0
         if prunes and draft_masks is not None and self.applied.draft_budget is not None:
             draft, rows = draft.keep(_within_budget(draft.shape, token, draft_masks))
             token, prunes = token[rows[draft.shape.roots :] - draft.shape.roots], False

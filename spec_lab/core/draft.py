@@ -19,20 +19,21 @@ from spec_lab.core.limit import Limit
 from spec_lab.core.protocols import Declared
 from spec_lab.core.shape import Shape
 
-Drawn = Literal["point", "iid", "without", "gumbel"]
+Drawn = Literal["deterministic", "iid", "without_replacement", "gumbel"]
 """How a node's token was drawn, given its earlier siblings:
 
-``point``    deterministically (top-k, n-gram)
-``iid``      from the parent's q; how many siblings there are was known before the first of them was drawn, or follows
-             from anything but their tokens (K-SEQ relies on it; a count that follows a drawn token is ``without``'s)
-``without``  from the parent's q without the tokens of earlier ``without`` siblings, renormalised
-``gumbel``   as the best of a race whose noise the verifier shares (``Draft.noise``)
+``deterministic``         as a function of the context (top-k, n-gram)
+``iid``                   from the parent's q; how many siblings there are was known before the first of them was drawn,
+                          or follows from anything but their tokens (K-SEQ relies on it; a count that follows a drawn
+                          token is that of ``without_replacement``)
+``without_replacement``   from the parent's q off the tokens of earlier siblings drawn so, renormalised
+``gumbel``                as the best of a race whose noise the verifier shares (``Draft.noise``)
 """
 
-WAYS: tuple[Drawn, ...] = ("point", "iid", "without", "gumbel")
+WAYS: tuple[Drawn, ...] = ("deterministic", "iid", "without_replacement", "gumbel")
 """The ways of drawing; a way's place is its code in ``Draft.drawn``."""
 
-POINT, IID, WITHOUT, GUMBEL = range(4)
+DETERMINISTIC, IID, WITHOUT_REPLACEMENT, GUMBEL = range(4)
 
 WAY = Declared(f"one of {', '.join(WAYS)}", lambda value: isinstance(value, str) and value in WAYS)
 SOME_WAYS = Declared(
@@ -79,24 +80,25 @@ class Late(NamedTuple):
 class Draft:
     """A forest with its tokens, and the draft distributions they were drawn from.
 
-    Siblings below one parent may be drawn in several ways, for example an n-gram's continuation (``point``) and sampled
-    tokens. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent is
-    the one *before* anything was drawn there: a proposer that samples off its points states a q in which these tokens
-    are zeroed (and accepts more: what was rejected as a point is not drawn again).
+    Siblings below one parent may be drawn in several ways, for example an n-gram's continuation (``deterministic``) and
+    sampled tokens. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent
+    is the one *before* anything was drawn there: a proposer that samples off its deterministic tokens states a q in
+    which these are zeroed (and accepts more: what was rejected as a deterministic token is not drawn again).
 
     Args:
         shape: the forest.
         token: ``[M]`` int64, on the target's device.
         drawn: how all nodes were drawn, or ``[M]`` int8, how each was (its place in ``WAYS``).
         q: ``[E, V]`` float, the distribution at each parent with sampled children before anything was drawn there; rows
-            sum to 1. None where all nodes are points.
+            sum to 1. None where all nodes are deterministic.
         q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was sampled.
         noise: ``[E, V]`` float64, only of a draft drawn ``gumbel``: standard Gumbel noise g of each expanded parent,
             whose children are the arg max of log q + g, then the second best, and so on.
         broken: trees that could not be drafted, because the draft's logits are NaN or infinite, each with the reason:
             their sequences end.
         computed_only: rows that are computed with the draft and never accepted.
-        one_hot: whether every q is one-hot, as at temperature 0, so that sampled nodes are verified as points are.
+        one_hot: whether every q is one-hot, as at temperature 0, so that sampled nodes are verified as deterministic
+            ones.
         limits: ``[B]`` what a policy allowed, for records; empty without one.
         late: of a draft that nobody has looked at; no node of it can be left out. None elsewhere.
         predict: computes, for records, the drafter's own prediction for each node of this draft or a part of it: the
@@ -105,7 +107,7 @@ class Draft:
 
     shape: Shape
     token: Tensor  # [M]
-    drawn: Drawn | np.ndarray = "point"
+    drawn: Drawn | np.ndarray = "deterministic"
     q: Tensor | None = None  # [E, V]
     q_row: np.ndarray | None = None  # [R]
     noise: Tensor | None = None  # [E, V]
@@ -120,8 +122,8 @@ class Draft:
         if self.token.numel() != self.shape.nodes:
             raise ValueError(f"{self.token.numel()} tokens for {self.shape.nodes} nodes")
         if isinstance(self.drawn, str):
-            if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
-                raise ValueError("a draft drawn 'point' carries neither q nor q_row, any other both")
+            if (self.drawn == "deterministic") != (self.q is None) or (self.q is None) != (self.q_row is None):
+                raise ValueError("a draft drawn 'deterministic' carries neither q nor q_row, any other both")
         else:
             self._check_each()
         if ("gumbel" in self.ways) != (self.noise is not None):
@@ -134,7 +136,7 @@ class Draft:
         assert isinstance(self.drawn, np.ndarray)
         if self.drawn.shape != (self.shape.nodes,):
             raise ValueError(f"{len(self.drawn)} ways of drawing for {self.shape.nodes} nodes")
-        sampled = self.shape.parent[self.drawn != POINT]
+        sampled = self.shape.parent[self.drawn != DETERMINISTIC]
         if (self.q is None) != (self.q_row is None) or (self.q_row is None and len(sampled)):
             raise ValueError("a draft with sampled nodes carries q and q_row")
         if self.q_row is not None and (self.q_row[sampled] < 0).any():

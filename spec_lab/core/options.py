@@ -358,6 +358,12 @@ def bounds(hint: Any, meaning: str, chosen: str = "") -> str:
     return re.sub(r"\bof (\S+) or more", r"at least \1", " or ".join(texts))
 
 
+OLD_VALUES = {
+    "point": "deterministic", "without": "without_replacement", "spans": "per_sequence", "dense": "dense_mask",
+}  # fmt: skip
+"""Values of options that have another name now, by their former one."""
+
+
 def accept(name: str, value: Any, hint: Any) -> None:
     """Check a value against a declared type with its bounds.
 
@@ -372,6 +378,8 @@ def accept(name: str, value: Any, hint: Any) -> None:
     if wrong := misfit(value, hint):
         inner_path, value, hint = wrong
         message = f"{name}{inner_path} must be {words(hint)}, not {brief(value)}"
+        if isinstance(value, str) and value in OLD_VALUES and not misfit(new := OLD_VALUES[value], hint):
+            message += f": {brief(value)} is now called {brief(new)}"
         if not inner_path and isinstance(value, int | float) and not misfit(brief(value), hint):
             message += f": quote a text that looks like another value, \"{name}='{brief(value)}'\""
         raise WrongOption(message)

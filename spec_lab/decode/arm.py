@@ -166,4 +166,4 @@ class Arm:
 
     def follows_argmax(self, draft: Draft) -> bool:
         """Whether the verifier follows the arg max of each row down this draft at temperature 0."""
-        return self.verifier.follows_argmax and (draft.one_hot or draft.ways == {"point"})
+        return self.verifier.follows_argmax and (draft.one_hot or draft.ways == {"deterministic"})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spec_lab.constrain import Masks
 from spec_lab.constrain.protocol import TokenWeights
-from spec_lab.core.draft import POINT, Draft
+from spec_lab.core.draft import DETERMINISTIC, Draft
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
@@ -141,7 +141,7 @@ def draft_probabilities(draft: Draft) -> Array | None:  # [M]
         return None
     arrays = Arrays.like(draft.q)
     q_row = draft.q_row[draft.shape.parent]
-    sampled, q_row = (q_row >= 0) & (draft.codes != POINT), np.maximum(q_row, 0)
+    sampled, q_row = (q_row >= 0) & (draft.codes != DETERMINISTIC), np.maximum(q_row, 0)
     if arrays.device is not None:
         sampled, q_row = upload(arrays.device, sampled, q_row)
     return arrays.where(sampled, arrays.read(draft.q)[q_row, _tokens(draft, arrays)], np.nan)

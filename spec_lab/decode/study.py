@@ -31,7 +31,7 @@ class Capture(Verifier):
     draft: Draft | None = None
     p: Tensor | None = None
     name: str = "capture"
-    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without_replacement", "deterministic", "gumbel"})
     accepts_mixed: ClassVar[bool] = True
     lossless: bool = False
 

@@ -143,15 +143,15 @@ class DraftCascade(Proposer):
 
     The draft probabilities q are the rows from which the inner steps sample, after temperature, truncation and
     repetition penalty. To keep them, the rows of the chain are copied twice, and inner steps at temperature 0 compute
-    their probabilities as others do where a batch mixes temperatures. Nothing is kept with ``drawn`` "point", or where
-    every temperature is 0: inner steps then follow the arg max.
+    their probabilities as others do where a batch mixes temperatures. Nothing is kept with ``drawn`` "deterministic",
+    or where every temperature is 0: inner steps then follow the arg max.
 
     Tokens are drafted without the masks of a constraint.
 
     Args:
         arm: of the draft model's decoding: ``target`` is the draft model, ``proposer`` the inner proposer.
         depth: tokens of the chain.
-        drawn: "iid", sampled from the draft model; or "point", its likeliest tokens.
+        drawn: "iid", sampled from the draft model; or "deterministic", its likeliest tokens.
         temperature: of the draft model; None uses each request's.
     """
 
@@ -172,7 +172,7 @@ class DraftCascade(Proposer):
         verifier: Any,
         depth: TreeDepth = 6,
         revision: Filled | None = None,
-        drawn: Literal["iid", "point"] = "iid",
+        drawn: Literal["iid", "deterministic"] = "iid",
         temperature: Temperature | None = None,
     ) -> DraftCascade:
         """Load the draft model in the target's dtype and on its device, then the inner proposer for it.
@@ -184,7 +184,7 @@ class DraftCascade(Proposer):
             inner: loads the inner proposer for the draft model, which is its target.
             verifier: of inner drafts.
             depth: length of the chain.
-            drawn: iid: sampled; point: the likeliest token.
+            drawn: iid: sampled; deterministic: the likeliest token.
             temperature: of the draft model; None: each request's.
 
         Raises:
@@ -240,7 +240,7 @@ class DraftCascade(Proposer):
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the draft model samples for a request."""
-        temperature = 0.0 if self.drawn == "point" else self.temperature
+        temperature = 0.0 if self.drawn == "deterministic" else self.temperature
         return request if temperature is None else replace(request, temperature=temperature)
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -349,7 +349,7 @@ class DraftCascade(Proposer):
         """The draft of these chains, whose tokens were sampled from the rows of ``q``; none where q is one-hot."""
         shape = forest(tuple(self._chain(len(tokens)) for tokens in chains))
         token = upload_tokens(batch.device, [token for tokens in chains for token in tokens])
-        if self.drawn == "point":
+        if self.drawn == "deterministic":
             return Draft(shape, token, broken=broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)
         q_row[shape.parent] = np.arange(shape.nodes)

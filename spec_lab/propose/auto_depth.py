@@ -45,7 +45,7 @@ class RepeatedToken(Proposer):
 
     depth: int
     name: str = "repeated_token"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = False
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 

@@ -7,7 +7,7 @@ nodes are kept at the end.
 
 Which node is expanded next may depend on everything drawn so far, because every drawn node stays in the tree and
 siblings are verified in drawing order. Token and traversal verification are therefore exact for sampled nodes too.
-Leaving out drawn nodes by their tokens is exact for likeliest tokens ("point") only, so ``rerank`` requires these.
+Leaving out drawn nodes by their tokens is exact for likeliest tokens ("deterministic") only: ``rerank`` requires these.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BestFirst(Grower):
 
     Args:
         budget: the limits of each tree.
-        drawn: how siblings are drawn: "iid", "without" replacement or "point" (the top-k tokens).
+        drawn: how siblings are drawn: "iid", "without_replacement" or "deterministic" (the top-k tokens).
         batch: the sequences.
         depths: ``[B]`` maximum depth of each tree; the budget's applies as well. 0: nothing is drafted.
         samplings: ``[B]`` sampling parameters of the draft.
@@ -69,7 +69,7 @@ class BestFirst(Grower):
         lenient: see ``TreePlan.draft``.
     """
 
-    scored = True  # "point" by the probabilities at temperature 1, whatever the request's temperature
+    scored = True  # "deterministic" by the probabilities at temperature 1, whatever the request's temperature
 
     def __init__(
         self,

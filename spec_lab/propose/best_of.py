@@ -175,6 +175,6 @@ class BestOf(Hybrid):
                 continue
             promises = [(1 + accepted[tree]) / (1 + cost) for accepted, cost in zip(expected, self.costs, strict=True)]
             order = sorted(range(len(promises)), key=promises.__getitem__, reverse=True)  # stable
-            samples = [n for n in order if self.proposers[n].draws != {"point"}]
+            samples = [n for n in order if self.proposers[n].draws != {"deterministic"}]
             orders.append([n for n in order if n not in samples[1:]])
         return orders

@@ -28,7 +28,7 @@ class DeviceLevels:
     """Draws a forest of known shape. Chains may be sampled; siblings are the likeliest tokens.
 
     Args:
-        drawn: "iid", "without" or "point".
+        drawn: "iid", "without_replacement" or "deterministic".
         batch: the sequences.
         shape: the forest.
         samplings: ``[B]`` how the drafter samples; without repetition penalties.
@@ -39,8 +39,8 @@ class DeviceLevels:
 
     def __init__(self, drawn: Drawn, batch: Batch, shape: Shape, samplings: Sequence[Sampling]) -> None:
         self.drawn, self.batch, self.shape, self.samplings = drawn, batch, shape, samplings
-        self.one_hot = drawn != "point" and all(sampling.temperature == 0 for sampling in samplings)
-        self.greedy = drawn == "point" or self.one_hot
+        self.one_hot = drawn != "deterministic" and all(sampling.temperature == 0 for sampling in samplings)
+        self.greedy = drawn == "deterministic" or self.one_hot
         self.q_row, drawing = np.full(shape.rows, -1, dtype=np.int64), shape.drawing
         if self.one_hot:  # each row has one child at most, of which its q is certain
             self.q_row[shape.parent] = np.arange(shape.nodes)
@@ -56,7 +56,7 @@ class DeviceLevels:
     @staticmethod
     def fits(drawn: Drawn, batch: Batch, branches: bool, samplings: Sequence[Sampling]) -> bool:
         """Whether nothing depends on a token: no constraint, no rule that stops drafts, no number of siblings."""
-        chains = drawn == "point" or (drawn in ("iid", "without") and not branches)
+        chains = drawn == "deterministic" or (drawn in ("iid", "without_replacement") and not branches)
         plain = all(sampling.repetition_penalty == 1 for sampling in samplings)
         return chains and plain and batch.draft_masks is None and isinstance(batch.draws, CounterDraws)
 
@@ -101,7 +101,7 @@ class DeviceLevels:
         token = torch.cat(every).index_select(0, order)
         broken = torch.zeros(shape.roots, dtype=torch.long, device=token.device)
         late = Late(broken.index_add_(0, root, torch.cat(undefined).long()) > 0, q_row, finish)
-        if self.drawn == "point":
+        if self.drawn == "deterministic":
             return Draft(shape, token, late=late)
         if self.one_hot:
             one_hot = one_hot_(token, scores.new_empty(shape.nodes, scores.shape[1]))

@@ -79,9 +79,9 @@ class Grower(ABC):
 
     def __post_init__(self) -> None:
         batch, shape, samplings, stop = self.batch, self.shape, self.samplings, self.stop
-        cold = self.drawn in ("iid", "without") and all(sampling.temperature == 0 for sampling in samplings)
+        cold = self.drawn in ("iid", "without_replacement") and all(sampling.temperature == 0 for sampling in samplings)
         self.one_hot = cold and not self.scored and not shape.branches
-        self.greedy = self.drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
+        self.greedy = self.drawn == "deterministic" or self.one_hot  # the likeliest tokens, whatever the random choice
         self.token = self.kept = np.zeros(shape.nodes, dtype=np.int64)
         self.broken: dict[int, str] = {}
         self.live = np.zeros(shape.rows, dtype=bool)
@@ -265,7 +265,7 @@ class Grower(ABC):
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         self.kept = token
         (tokens,) = upload(self.batch.device, token)
-        if self.drawn == "point":
+        if self.drawn == "deterministic":
             return Draft(shape, tokens, broken=self.broken)
         nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))
         if self.one_hot:  # each row has one child at most, of which its q is certain

@@ -78,8 +78,8 @@ class Hybrid(Proposer):
 
     @cached_property
     def drawn(self) -> Drawn:
-        """The way in which nodes are sampled; "point" where none is."""
-        return next((way for way in WAYS if way != "point" and way in self.draws), "point")
+        """The way in which nodes are sampled; "deterministic" where none is."""
+        return next((way for way in WAYS if way != "deterministic" and way in self.draws), "deterministic")
 
     @cached_property
     def branches(self) -> bool:

@@ -39,7 +39,7 @@ class Jacobi(Proposer):
 
     depth: int
     name: str = "jacobi"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = False
     requires: Requires = Requires(top_k=1)
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))

@@ -73,7 +73,7 @@ class ForcedChains(Grower):
     before it, when it computes q for the next free one; so ``depths`` counts drawn tokens only.
 
     Args:
-        drawn: "iid", "without" or "point".
+        drawn: "iid", "without_replacement" or "deterministic".
         batch: the sequences, with draft masks.
         depths: ``[B]`` most tokens drawn.
         max_nodes: ``[B]`` of each tree.

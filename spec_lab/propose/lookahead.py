@@ -72,7 +72,7 @@ class Lookahead(Proposer):
     ngram: int
     guesses: int
     name: str = "lookahead"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = True
     requires: Requires = Requires(top_k=1)
 

@@ -113,7 +113,7 @@ class Ngram(Proposer):
     match: Match = "recent"
     chosen: AutoDepth | None = None
     name: str = "ngram"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = False
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 
@@ -199,7 +199,7 @@ class NgramTree(Proposer):
     min_ngram: int
     chosen: AutoDepth | None = None
     name: str = "ngram_tree"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = True
     _shape: Callable[[tuple[int, ...]], Shape] = field(
         init=False, repr=False, default_factory=lambda: lru_cache(maxsize=1024)(shape_of)

@@ -19,7 +19,7 @@ class Null(Proposer):
     """No draft at all."""
 
     name: str = "none"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     nodes: int = 0
     branches: bool = False
     _empty: Callable[[int, torch.device], Draft] = field(

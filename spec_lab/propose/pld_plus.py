@@ -119,7 +119,7 @@ class PldPlus(Proposer):
     layer: int
     chosen: AutoDepth | None = None
     name: str = "pld_plus"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = False
     requires: Requires = field(init=False)
     _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))

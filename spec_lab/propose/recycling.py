@@ -46,7 +46,7 @@ class Recycling(Proposer):
     tree: Choices
     scope: str = "run"
     name: str = "recycling"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     _shared: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

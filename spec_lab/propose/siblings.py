@@ -48,7 +48,7 @@ def sample_siblings(
 
     Args:
         draws: samples them.
-        drawn: "iid" or "without".
+        drawn: "iid" or "without_replacement".
         q: ``[n, V]`` the draft distributions at the parents.
         support: ``[n]`` how many tokens have mass; None where all siblings exist.
         ranks: for each rank the places of the parents in q, ascending, and the key of each sibling.
@@ -56,7 +56,7 @@ def sample_siblings(
     Returns:
         The tokens of each parent's children by rank. Those of siblings that do not exist mean nothing.
     """
-    left = q.clone() if drawn == "without" and len(ranks) > 1 else q
+    left = q.clone() if drawn == "without_replacement" and len(ranks) > 1 else q
     on_host, tokens = q.device.type == "cpu", []
     uploaded = upload(q.device, *(places for places, _ in ranks))
     for rank, (rows, (_, keys)) in enumerate(zip(uploaded, ranks, strict=True)):

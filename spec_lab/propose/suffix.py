@@ -111,7 +111,7 @@ class Suffix(Proposer):
     store: SuffixSource | None = None
     name: str = "suffix"
     sha256: str | None = None
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     _shape: Callable[[tuple[int, ...]], Shape] = field(
         init=False, repr=False, default_factory=lambda: lru_cache(maxsize=1024)(_shape_of)
     )

@@ -46,9 +46,10 @@ class TreeOptions(TypedDict, total=False):
         children: with nodes: children of each expanded node.
         max_depth: with nodes: maximum depth.
         width: with nodes: nodes expanded by each forward of the draft; 1: strictly best first.
-        rerank: true: grow level by level and keep the best nodes of all (EAGLE-2); requires drawn=point.
-        drawn: siblings: iid, without (replacement), point (the likeliest); unless nodes: gumbel (for verifier=gumbel).
-        temperature: of the draft; None: each request's; 0 requires drawn=point.
+        rerank: true: grow level by level and keep the best nodes of all (EAGLE-2); requires drawn=deterministic.
+        drawn: siblings: iid, without_replacement, deterministic (the likeliest); unless nodes: gumbel (for
+                verifier=gumbel).
+        temperature: of the draft; None: each request's; 0 requires drawn=deterministic.
         confidence: a token drawn where no token has this draft probability ends its path; 0: never.
     """
 
@@ -84,13 +85,13 @@ class Grown(NamedTuple):
 class TreePlan:
     """A static tree below every root, or trees that grow best first; and how tokens are drawn.
 
-    Siblings are drawn from q at their parent, with the sampling parameters of the request: ``iid``; ``without``
-    replacement, fewer where the support is exhausted; or as ``point``, the likeliest tokens. ``gumbel`` also draws
-    without replacement: the siblings are the best of log q + g (Gumbel-top-k, 1903.06059), and the draft carries the
-    Gumbel noise g of each parent, with which a verifier of that name samples from the target. A row without children
-    has no noise. At temperature 0 q is one-hot, so only ``point`` would draw a second sibling: a tree then needs
-    ``point`` or a temperature of the drafter's own (``check_sampling``). Which siblings are left out depends on q
-    alone, never on a drawn value.
+    Siblings are drawn from q at their parent, with the sampling parameters of the request: ``iid``;
+    ``without_replacement``, fewer where the support is exhausted; or as ``deterministic``, the likeliest tokens.
+    ``gumbel`` also draws without replacement: the siblings are the best of log q + g (Gumbel-top-k, 1903.06059), and
+    the draft carries the Gumbel noise g of each parent, with which a verifier of that name samples from the target. A
+    row without children has no noise. At temperature 0 q is one-hot, so only ``deterministic`` would draw a second
+    sibling: a tree then needs ``deterministic`` or a temperature of the drafter's own (``check_sampling``). Which
+    siblings are left out depends on q alone, never on a drawn value.
 
     With a ``confidence``, drafting stops early: children of a row at which no token has that draft probability get no
     children, since these are likely to be rejected and cost a forward of the drafter. Dynamic draft lengths
@@ -123,10 +124,10 @@ class TreePlan:
             raise WrongOption("nodes does not support drawn=gumbel")
         if self.confidence and self.budget.rerank:
             raise WrongOption("rerank keeps the best of all nodes; it does not support confidence")
-        if self.budget.rerank and self.drawn != "point":
+        if self.budget.rerank and self.drawn != "deterministic":
             raise WrongOption(
                 "rerank leaves out drawn nodes by their tokens, which changes the distribution of nodes drawn "
-                f"{self.drawn}: set drawn=point, or rerank=false"
+                f"{self.drawn}: set drawn=deterministic, or rerank=false"
             )
 
     @staticmethod
@@ -152,8 +153,9 @@ class TreePlan:
             children: below each expanded node, at most
             max_depth: levels, and
             width: nodes expanded by each forward of the drafter.
-            rerank: grow level by level, and keep the ``nodes`` best at the end (EAGLE-2); requires drawn "point".
-            drawn: "iid", "without", "point" or "gumbel".
+            rerank: grow level by level, and keep the ``nodes`` best at the end (EAGLE-2), which
+                requires drawn "deterministic".
+            drawn: "iid", "without_replacement", "deterministic" or "gumbel".
             temperature: the drafter's own, at most 1e6; None uses each request's.
             confidence: a token drawn where none was this likely ends its path; 0 never ends one.
 
@@ -260,10 +262,10 @@ class TreePlan:
         Raises:
             ValueError: siblings sampled at temperature 0.
         """
-        if self.drawn != "point" and self.branches and self.sampling(request).temperature == 0:
+        if self.drawn != "deterministic" and self.branches and self.sampling(request).temperature == 0:
             raise ValueError(
                 f"at temperature 0 the draft distribution is one-hot, so siblings drawn {self.drawn} shrink the tree "
-                "to a chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
+                "to a chain: set proposer.drawn=deterministic, or a draft temperature such as proposer.temperature=1"
             )
 
     def check_width(self, vocabulary: int) -> None:

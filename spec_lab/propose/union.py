@@ -1,10 +1,10 @@
 """The union of several proposers' drafts: deterministic trees are merged, sampled nodes stand beside them.
 
-Deterministic trees (n-grams, suffixes, the likeliest tokens of heads) are merged into one trie: any subset of points is
-verified exactly. At most one part samples its nodes. They stand behind the points below the same root, and their draft
-distribution at the root leaves the points out: what was rejected as a point is not drawn again. Siblings are verified
-in drawing order, each by the distribution it was drawn from, which is exact for token and traversal verification, and
-accepts more than q with the points in it (``core.draft.Draft``).
+Deterministic trees (n-grams, suffixes, the likeliest tokens of heads) are merged into one trie: any subset of its nodes
+is verified exactly. At most one part samples its nodes. They stand behind the deterministic nodes below the same root,
+and their draft distribution at the root leaves these out: what was rejected as a deterministic token is not drawn
+again. Siblings are verified in drawing order, each by the distribution it was drawn from, which is exact for token and
+traversal verification, and accepts more than q with the deterministic tokens in it (``core.draft.Draft``).
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class Union(Hybrid):
 
     Args:
         parts: at most one of them samples.
-        max_nodes: of a tree, rows that are computed only left out; points beyond are dropped, the last part's first.
-        exclude: whether sampled nodes leave the points at their root out.
+        max_nodes: of a tree, rows that are computed only left out; deterministic nodes beyond are dropped, the last
+            part's first.
+        exclude: whether sampled nodes leave the deterministic ones at their root out.
     """
 
     parts: Mapping[str, Proposer]
@@ -89,7 +90,7 @@ class Union(Hybrid):
 
         Args:
             target: of all of them.
-            parts: by name; in this order points are dropped last.
+            parts: by name; in this order deterministic nodes are dropped last.
             nodes: maximum nodes of a tree; None: as many as the parts draft together.
             exclude: whether sampled nodes leave out what the others draft at their root.
 
@@ -98,11 +99,11 @@ class Union(Hybrid):
                 or fewer nodes than the part that samples drafts.
         """
         check_parts(parts)
-        sampled = {name: part for name, part in parts.items() if part.drawn != "point"}
-        if len(sampled) > 1 or any(len(part.draws - {"point"}) > 1 for part in parts.values()):
+        sampled = {name: part for name, part in parts.items() if part.drawn != "deterministic"}
+        if len(sampled) > 1 or any(len(part.draws - {"deterministic"}) > 1 for part in parts.values()):
             raise WrongOption(
                 f"parts: {', '.join(sampled)} sample their drafts, and one root has one distribution: let all "
-                "but one of them draft deterministic tokens (drawn=point)"
+                "but one of them draft deterministic tokens (drawn=deterministic)"
             )
         all_nodes = sum(part.nodes for part in parts.values())
         max_nodes = all_nodes if nodes is None else nodes
@@ -127,11 +128,11 @@ class Union(Hybrid):
         return replace(self, parts=parts, max_nodes=max(self.max_nodes, *(part.nodes for part in parts.values())))
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft the points of all parts, then the sampled nodes."""
+        """Draft the deterministic nodes of all parts, then the sampled nodes."""
         every = range(len(batch.sequences))
-        points = {n: part.propose(self.view(batch, n)) for n, part in self._points}
+        fixed = {n: part.propose(self.view(batch, n)) for n, part in self._deterministic}
         sampled: dict[int, Draft] = {}
-        tries, merged_nodes = self._merge(batch, points)
+        tries, merged_nodes = self._merge(batch, fixed)
         for n, part in self._sampled:
             view = self.view(batch, n)
             if self.exclude:
@@ -144,14 +145,14 @@ class Union(Hybrid):
                     masks = Excluding(view.draft_masks, left_out, batch.target.vocabulary)
                     view = replace(view, draft_masks=masks)
             draft = part.propose(view)
-            if draft.one_hot or draft.ways <= {"point"}:  # as deterministic as the others
-                points[n] = draft
-                tries, merged_nodes = self._merge(batch, points)
+            if draft.one_hot or draft.ways <= {"deterministic"}:  # as deterministic as the others
+                fixed[n] = draft
+                tries, merged_nodes = self._merge(batch, fixed)
             else:
                 sampled[n] = draft
         shape, token = _forest(tries)
-        drafts = [Draft(shape, upload_tokens(batch.device, token), broken=_broken(points.values()))]
-        extras = {n: _without_nodes(draft) for n, draft in points.items() if draft.computed_only is not None}
+        drafts = [Draft(shape, upload_tokens(batch.device, token), broken=_broken(fixed.values()))]
+        extras = {n: _without_nodes(draft) for n, draft in fixed.items() if draft.computed_only is not None}
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))
         joined_nodes = {n: [nodes and [numbers[0][tree][node] for node in nodes] for tree, nodes in enumerate(trees)]
@@ -166,12 +167,12 @@ class Union(Hybrid):
         return joined
 
     @property
-    def _points(self) -> list[tuple[int, Proposer]]:
-        return [(n, part) for n, part in enumerate(self.proposers) if part.drawn == "point"]
+    def _deterministic(self) -> list[tuple[int, Proposer]]:
+        return [(n, part) for n, part in enumerate(self.proposers) if part.drawn == "deterministic"]
 
     @property
     def _sampled(self) -> list[tuple[int, Proposer]]:
-        return [(n, part) for n, part in enumerate(self.proposers) if part.drawn != "point"]
+        return [(n, part) for n, part in enumerate(self.proposers) if part.drawn != "deterministic"]
 
     def _merge(self, batch: Batch, drafts: Mapping[int, Draft]) -> tuple[list[Trie], dict[int, list[list[int] | None]]]:
         """Return each sequence's trie, and for each part and sequence its nodes as numbers within the trie."""

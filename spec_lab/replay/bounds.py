@@ -185,7 +185,7 @@ def check(trees: RecordedTrees) -> None:
         raise NeedsModel(f"no bound is known for trees drawn {' and '.join(ways)}")
     if ways == ["gumbel"]:
         raise NeedsModel("the noise of drafts drawn gumbel is not recorded, so that what was accepted is not known")
-    if ways == ["point"] or not trees.shape.branches:
+    if ways == ["deterministic"] or not trees.shape.branches:
         return
     tree = trees.proposer.get("tree")
     if trees.stops_by_q or not isinstance(tree, str) or not tree:
@@ -308,8 +308,8 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
     lossless = [name for name, result in measured.items() if result.verifier.lossless]
     best = max(lossless, key=lambda name: float(measured[name].accepted.sum()))
     block = next((result for result in measured.values() if isinstance(result.verifier, Traversal)), None)
-    chains = way != "point" and not shape.branches and block is not None
-    attained = way == "point" or chains or shape.deepest == 1
+    chains = way != "deterministic" and not shape.branches and block is not None
+    attained = way == "deterministic" or chains or shape.deepest == 1
     kind = "exact" if attained and len(pseudo_tokens.variants(trees, *reduced)) == 1 else "bound"
     if not reduced[0].exact or not reduced[1].exact:
         kind = "estimate"
@@ -327,7 +327,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         deep, gain, deterministic = means[:, 0], means[:, 1], means[:, 2]
         rows = means[:, 3 : 3 + levels]
         rest = means[:, 3 + levels :]
-        attainable = rest[:, 0] if chains else rows.sum(1) if way == "point" else optimum.summed(rows)
+        attainable = rest[:, 0] if chains else rows.sum(1) if way == "deterministic" else optimum.summed(rows)
         accepted, first = rest[:, 1::2], rest[:, 2::2]
         top = accepted[:, names.index(best)]
         tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(attainable, top), 0.0))
@@ -414,7 +414,7 @@ def _measured(trees: RecordedTrees, used: str) -> dict[str, _Measured]:
 
 def _closed(trees: RecordedTrees, verifier: Verifier) -> np.ndarray | None:  # [N]
     """P(a child of the root is accepted), over the drawing of the children, where it has a closed form."""
-    if not (trees.ways <= {"iid"} or (trees.ways <= {"without"} and int(trees.shape.count.max()) == 1)):
+    if not (trees.ways <= {"iid"} or (trees.ways <= {"without_replacement"} and int(trees.shape.count.max()) == 1)):
         return None
     if isinstance(verifier, KSeq) or not isinstance(verifier, Token | Traversal | Match):
         return None

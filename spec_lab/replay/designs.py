@@ -282,7 +282,7 @@ def _along(texts: TextRows, verifier: Verifier, design: Design) -> Sums:
     ways = sorted(trees.ways)
     drawn = design.drawn or (ways[0] if len(ways) == 1 else " and ".join(ways))
     confidence = trees.proposer.get("confidence", 0.0) if design.confidence is None else design.confidence
-    temperature = None if drawn == "point" else design.draft_temperature
+    temperature = None if drawn == "deterministic" else design.draft_temperature
     rules = [
         (share, Rule(static(trees, shape), drawn, temperature, design.draft_top_k, float(confidence)))
         for share, shape in design.shapes.parts

@@ -35,7 +35,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.shape import Shape
 from spec_lab.verify.transport import inside, transport_bound
 
-MAX_RANKS = {"iid": 16, "without": 6}
+MAX_RANKS = {"iid": 16, "without_replacement": 6}
 """Children of a row whose acceptance by rank is computed, by the way of drawing."""
 
 
@@ -59,9 +59,9 @@ def optimal_acceptance(p: Tensor, q: Tensor, count: int, drawn: Drawn, candidate
     Args:
         p, q: ``[n, V]``, see ``transport_bound``; q is not read of deterministic tokens.
         count: children drawn.
-        drawn: how. ``point``: p of the distinct ``candidates`` ``[n, count]``, which are given.
+        drawn: how. ``deterministic``: p of the distinct ``candidates`` ``[n, count]``, which are given.
     """
-    if drawn != "point":
+    if drawn != "deterministic":
         return transport_bound(p, q, count, drawn)
     if candidates is None:
         raise ValueError("of deterministic drafts the candidates are given")
@@ -75,13 +75,13 @@ def summed(means: np.ndarray) -> np.ndarray:  # [..., D] -> [...]
 
 
 def way_of(draft: Draft) -> Drawn:
-    """Return how the draft's nodes were drawn; "point" of a draft without nodes.
+    """Return how the draft's nodes were drawn; "deterministic" of a draft without nodes.
 
     Raises:
         ValueError: deterministic and sampled nodes, for which no bound is known here.
     """
     if not draft.shape.nodes:
-        return "point"
+        return "deterministic"
     if len(draft.ways) > 1:
         raise ValueError(f"no bound is known for trees drawn {' and '.join(sorted(draft.ways))}")
     (way,) = draft.ways
@@ -101,10 +101,10 @@ def levels(draft: Draft, p: Tensor, lumps: int = 0) -> LevelBounds:
         ValueError: deterministic and sampled nodes in one draft.
     """
     way, shape = way_of(draft), draft.shape
-    if way == "point":
+    if way == "deterministic":
         return _of_deterministic(shape, draft.token.numpy(), p.numpy())
     assert draft.q is not None and draft.q_row is not None
-    way = "iid" if way == "iid" else "without"  # a race draws without replacement
+    way = "iid" if way == "iid" else "without_replacement"  # a race draws without replacement
     depth, count = shape.depth, shape.count
     bounds, weight = np.zeros((shape.roots, shape.deepest)), np.zeros(shape.rows)
     weight[: shape.roots] = 1.0
@@ -288,13 +288,13 @@ def by_rank(draft: Draft, p: Tensor, weight: np.ndarray, ranks: int) -> np.ndarr
             were drafted.
     """
     way, shape = way_of(draft), draft.shape
-    limit = MAX_RANKS["iid" if way == "iid" else "without"]
-    wide = int(shape.count.max(initial=0)) if way == "point" else min(ranks, limit)
+    limit = MAX_RANKS["iid" if way == "iid" else "without_replacement"]
+    wide = int(shape.count.max(initial=0)) if way == "deterministic" else min(ranks, limit)
     accuracy = np.zeros((shape.deepest, wide))
     for level in range(shape.deepest):
         rows = np.flatnonzero((shape.depth == level) & (shape.count > 0))
         row_weight = np.minimum(weight[rows], 1.0)
-        if way == "point":
+        if way == "deterministic":
             below = shape.table[rows][:, :wide]
             chance = np.where(below >= 0, p.numpy()[rows[:, None], draft.token.numpy()[below - shape.roots]], 0.0)
             total = (row_weight[:, None] * (below >= 0)).sum(0)
@@ -302,7 +302,7 @@ def by_rank(draft: Draft, p: Tensor, weight: np.ndarray, ranks: int) -> np.ndarr
             continue
         assert draft.q is not None and draft.q_row is not None
         q = draft.q[draft.q_row[rows]].double()
-        drawn: Drawn = "iid" if way == "iid" else "without"
+        drawn: Drawn = "iid" if way == "iid" else "without_replacement"
         bounds = [transport_bound(p[rows], q, count, drawn) for count in range(wide + 1)]
         if row_weight.sum() > 0:
             accuracy[level] = np.diff(np.array(bounds) @ row_weight / row_weight.sum())

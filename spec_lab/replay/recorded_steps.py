@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import GUMBEL, POINT, WAYS, WITHOUT, Draft
+from spec_lab.core.draft import DETERMINISTIC, GUMBEL, WAYS, WITHOUT_REPLACEMENT, Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.shape import Shape
 from spec_lab.replay import pseudo_tokens
@@ -98,9 +98,9 @@ def as_draft(trees: RecordedTrees, q: np.ndarray) -> Draft:
         trees: the recorded trees. Races count as deterministic: their noise is not recorded.
         q: ``[R, W + PSEUDO]``.
     """
-    codes = np.where(trees.codes == GUMBEL, POINT, trees.codes).astype(np.int8)
+    codes = np.where(trees.codes == GUMBEL, DETERMINISTIC, trees.codes).astype(np.int8)
     ways, token = np.unique(codes), torch.from_numpy(trees.local)
-    if not len(codes) or (ways == POINT).all():
+    if not len(codes) or (ways == DETERMINISTIC).all():
         return Draft(trees.shape, token)
     rows = np.flatnonzero(trees.expanded)
     q_row = np.full(trees.shape.rows, -1, dtype=np.int64)
@@ -117,7 +117,7 @@ def check(trees: RecordedTrees, verifier: Verifier) -> None:
     """
     if isinstance(verifier, Gumbel):
         raise NeedsModel("verifier 'gumbel' reads the noise of the draft's race, which is not recorded")
-    if why := misfit(trees.arm, trees.ways or frozenset({"point"}), verifier, trees.shape.branches):
+    if why := misfit(trees.arm, trees.ways or frozenset({"deterministic"}), verifier, trees.shape.branches):
         raise NeedsModel(why)
 
 
@@ -210,7 +210,7 @@ def tempered_weights(trees: RecordedTrees, q: np.ndarray) -> np.ndarray:  # [M]
         left = np.ones(shape.nodes)  # the mass that earlier siblings drawn without replacement have left
         taken = np.zeros(shape.rows)
         for rank in range(int(shape.rank.max(initial=-1)) + 1):
-            nodes = np.flatnonzero((shape.rank == rank) & (trees.codes == WITHOUT))
+            nodes = np.flatnonzero((shape.rank == rank) & (trees.codes == WITHOUT_REPLACEMENT))
             left[nodes] = np.maximum(1.0 - taken[parent[nodes]], 1e-300)
             taken[parent[nodes]] += chance[nodes]
         with np.errstate(divide="ignore"):
@@ -224,7 +224,7 @@ def check_reweighted(trees: RecordedTrees) -> None:
     Raises:
         NeedsModel: deterministic drafts, mixed ways of drawing, or trees whose shape follows from q.
     """
-    if not trees.ways <= {"iid"} and not trees.ways <= {"without"}:
+    if not trees.ways <= {"iid"} and not trees.ways <= {"without_replacement"}:
         drawn = ", ".join(sorted(trees.ways))
         raise NeedsModel(f"another draft temperature is identified by sampled drafts only, not by ones drawn {drawn}")
     if trees.stops_by_q:

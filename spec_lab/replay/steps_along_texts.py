@@ -158,7 +158,7 @@ class Rule:
 
     Args:
         choices: a static tree.
-        drawn: "iid" or "point".
+        drawn: "iid" or "deterministic".
         temperature: of the drafter; None for the recorded one.
         top_k: it draws from so many likeliest tokens; 0 for all.
         confidence: a token drawn where no token has this draft probability (at temperature 1) ends its path.
@@ -233,7 +233,7 @@ def evaluate_deterministic(texts: TextRows, verifier: Verifier, subtree: Subtree
     if trees.policy and subtree.choices is None:
         raise _followed(trees)
     check_not_cut(trees, subtree)
-    if not trees.ways <= {"point"}:
+    if not trees.ways <= {"deterministic"}:
         raise NeedsModel("sampled drafts differ from step to step; given the text, only deterministic ones are known")
     inside = np.arange(texts.text.shape[1]) < texts.length[:, None]
     inside[:, : texts.first] = False
@@ -363,7 +363,7 @@ class _Accept:
         """a_r of k siblings at the rows with a q."""
         p, q, here = self.p, self.q, np.arange(len(self.y))
         p_y, q_y = np.maximum(p[here, self.y], 1e-300), q[here, self.y]
-        if drawn == "point":
+        if drawn == "deterministic":
             order = np.argsort(-q[:, :-PSEUDO], axis=1, kind="stable")[:, :k]
             self._check_ranks(order)
             chosen = np.take_along_axis(q, order, 1) > 0

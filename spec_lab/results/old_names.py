@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spec_lab.core.files import read_json
+from spec_lab.core.options import OLD_VALUES
 
 TABLES = {"rounds": "forwards"}
+NAMED_VALUES = ("way", "drawn")
+"""Columns with values of options, which may have another name now."""
 COLUMNS = {"round": "forward", "least_seconds": "lower_bound_seconds"}
 UNCOUNTED = {"uploads": np.int64, "captures": np.int64, "capture": np.float64}
 """Columns of forwards that older versions do not have."""
@@ -24,8 +28,13 @@ def table_names(name: str) -> list[str]:
 
 
 def with_columns(table: pa.Table) -> pa.Table:
-    """Return a table with today's names of columns. What was not counted of forwards is 0."""
+    """Return a table with today's names of columns and values. What was not counted of forwards is 0."""
     table = table.rename_columns([COLUMNS.get(name, name) for name in table.column_names])
+    for name in {*NAMED_VALUES} & {*table.column_names}:
+        values = table[name]
+        for old, new in OLD_VALUES.items():
+            values = pc.if_else(pc.equal(values, old), new, values)
+        table = table.set_column(table.column_names.index(name), name, values)
     if "copies_after" in table.column_names:
         for name, dtype in UNCOUNTED.items():
             if name not in table.column_names:

@@ -205,7 +205,7 @@ REPLAY = {
     "row": (_WHOLE, "number of the row in its tree: 0 is the root, the nodes follow in the draft's order"),
     "parent": (_WHOLE, "the row above; -1 of the root. Siblings stand in the order in which they were drawn"),
     "token": (_WHOLE, "the node's token; of the root the last committed one"),
-    "way": (_TEXT, "how the token was drawn: iid, without, point, gumbel; root: it is committed"),
+    "way": (_TEXT, "how the token was drawn: iid, without_replacement, deterministic, gumbel; root: committed"),
     "features": (_TEXT, "hash of the hidden states that the proposer reads of this step; empty where it reads none"),
     "ids": (_BYTES, "recorded tokens, 3 bytes each, lowest first: those of largest max(p, q); empty: all, in order"),
     "p": (

@@ -29,7 +29,7 @@ RECORDED = {
     "children": (_WHOLE, "drafted nodes of the first level"),
     "expected_accepted": (_REAL, "expected accepted tokens"),
     "first_level": (_REAL, "probability that at least one token is accepted"),
-    "bound": (_REAL, "largest such probability, over the drawing of the first level; 'point': given it"),
+    "bound": (_REAL, "largest such probability, over the drawing of the first level; 'deterministic': given it"),
     "propose": (_REAL, "seconds of drafting"),
     "target": (_REAL, "seconds of the target, packing included"),
     "target_forward": (_REAL, "of these, seconds inside its module calls"),

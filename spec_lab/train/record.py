@@ -47,7 +47,7 @@ class StateRecorder(Proposer):
     """
 
     name = "recorder"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     nodes = 0
     branches = False
     requires: Requires

@@ -40,7 +40,7 @@ class Cascade(Verifier):
     rule: Literal["chow", "diff", "opt"] = "opt"
 
     name = "cascade"
-    accepts = frozenset({"iid", "without"})
+    accepts = frozenset({"iid", "without_replacement"})
     accepts_mixed = True
     lossless = False
 

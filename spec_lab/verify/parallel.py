@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WITHOUT, Draft
+from spec_lab.core.draft import DETERMINISTIC, WITHOUT_REPLACEMENT, Draft
 from spec_lab.core.shape import Schedule
 from spec_lab.core.upload import upload
 from spec_lab.verify.arrays import CHUNK, parts, rows_of, zeroed_
@@ -56,11 +56,11 @@ class Parallel:
 
     def _schedule(self, by_turn: bool) -> Schedule:
         """All nodes in steps, sampled nodes before deterministic ones."""
-        if "point" not in self.draft.ways:
+        if "deterministic" not in self.draft.ways:
             known: Schedule = self.shape.by_turn if by_turn else self.shape.by_rank
             return known
         shape = self.draft.shape
-        schedule = shape.schedule(shape.turn if by_turn else shape.rank, self.draft.codes == POINT)
+        schedule = shape.schedule(shape.turn if by_turn else shape.rank, self.draft.codes == DETERMINISTIC)
         nodes, parents, last = upload(self.siblings.p.device, schedule.nodes, schedule.parents, schedule.last)
         return schedule._replace(nodes=nodes, parents=parents, last=last)
 
@@ -72,18 +72,18 @@ class Parallel:
         """In the order of the nodes. Whether tokens can have been drawn as stated is not checked: it would wait."""
         draft, shape, siblings = self.draft, self.shape, self.siblings
         p_token, ones = siblings.p_token(), self.arrays.full(shape.nodes, 1.0)
-        if "point" in draft.ways:
+        if "deterministic" in draft.ways:
             again = siblings.again
             assert again is not None
             p_token = torch.where(again, 0.0, p_token)
-        if draft.ways == {"point"}:
+        if draft.ways == {"deterministic"}:
             return NodeNumbers(p_token, 0.0 * ones, ones, ones, 0.0 * ones)
         q_token, sampled = siblings.q_token(), ones
-        if "point" in draft.ways:
+        if "deterministic" in draft.ways:
             assert draft.q_row is not None
-            sampled, known = self._flags(draft.codes != POINT, draft.q_row[draft.shape.parent] >= 0)
+            sampled, known = self._flags(draft.codes != DETERMINISTIC, draft.q_row[draft.shape.parent] >= 0)
             q_token = torch.where(known, q_token, 0.0)
-        left = self._left(q_token) if "without" in draft.ways and draft.shape.branches else ones
+        left = self._left(q_token) if "without_replacement" in draft.ways and draft.shape.branches else ones
         drawn = torch.where(sampled > 0, q_token.clamp_min(TINY) / left, 1.0)
         return NodeNumbers(p_token, q_token, drawn, left, sampled.double())
 
@@ -95,7 +95,7 @@ class Parallel:
         draft, arrays, shape, siblings = self.draft, self.arrays, self.shape, self.siblings
         assert draft.q is not None
         # Z_r = q off all siblings + q(c_r) + q(c_{r+1}) + ..
-        without = draft.codes == WITHOUT
+        without = draft.codes == WITHOUT_REPLACEMENT
         several_host = np.flatnonzero(np.bincount(draft.shape.parent[without], minlength=draft.shape.rows) > 1)
         left = arrays.full((shape.rows, shape.table.shape[1]), 1.0)
         if not len(several_host):
@@ -117,7 +117,7 @@ class Parallel:
     @cached_property
     def _deterministic(self) -> Tensor:  # [R, K]
         """The deterministic tokens of each row, at their ranks; -1 elsewhere."""
-        (given,) = self._flags(self.draft.codes == POINT)
+        (given,) = self._flags(self.draft.codes == DETERMINISTIC)
         return torch.where(self.siblings.padded(given, False)[self.shape.table], self.siblings.children_token, -1)
 
     def excess(self, rows: Tensor, before: Tensor | None = None) -> Tensor:
@@ -127,7 +127,7 @@ class Parallel:
             before: ``[n]``, only deterministic tokens of lower sibling rank count as rejected; None for all.
         """
         x = self.siblings.excess(rows, self.theta)
-        if "point" not in self.draft.ways:
+        if "deterministic" not in self.draft.ways:
             return x
         tokens = self._deterministic[rows]
         if before is not None:
@@ -141,7 +141,7 @@ class Parallel:
             which: their indices in the schedule.
         """
         nodes, rows = self.schedule.nodes[which], self.schedule.parents[which]
-        before = self.shape.rank[nodes] if "point" in self.draft.ways else None
+        before = self.shape.rank[nodes] if "deterministic" in self.draft.ways else None
         left = (self.s[rows] - self.weight(which)).clamp_min(0.0)
         for part in parts(split, self.siblings.p, CHUNK):
             part = slice(part.start, min(part.stop, split))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WAYS, WITHOUT, Draft
+from spec_lab.core.draft import DETERMINISTIC, WAYS, WITHOUT_REPLACEMENT, Draft
 from spec_lab.verify import parallel
 from spec_lab.verify.arrays import Array, Arrays
 from spec_lab.verify.siblings import HUGE, TINY, Siblings, check_rows, excess_, no_mass
@@ -58,14 +58,14 @@ class Rejection:
     def _check(self) -> None:
         """Refuse tokens that cannot have been drawn as stated; next to deterministic ones a token has mass once."""
         for node, code in enumerate(self._code):
-            if code != POINT and not self._q_token[node] > 0:
+            if code != DETERMINISTIC and not self._q_token[node] > 0:
                 raise no_mass(node)
-            if code == WITHOUT:
+            if code == WITHOUT_REPLACEMENT:
                 self._without.setdefault(self.parent[node], []).append(node)
         for nodes in self._without.values():
             if len(nodes) > 1 and len({self._token[node] for node in nodes}) < len(nodes):
                 raise ValueError("siblings drawn without replacement repeat a token")
-        if POINT in self._code:
+        if DETERMINISTIC in self._code:
             held = set()
             for node, token in enumerate(self._token):
                 key = self.parent[node], token
@@ -83,14 +83,14 @@ class Rejection:
     def accept(self, node: int, a: float) -> float:
         """min(1, a P(c) / q_c(c)): the probability that ``node`` is accepted now."""
         share = min(self._weight(node) / max(self.mass(self.parent[node]), TINY), 1.0)
-        if self._code[node] == POINT:
+        if self._code[node] == DETERMINISTIC:
             return min(a * share, 1.0)
         return min(a * share * self._z(node) / max(self._q_token[node], TINY), 1.0)
 
     def reject(self, node: int, a: float) -> None:
         """P <- norm((a P - q_c)+)."""
         row = self.parent[node]
-        if self._code[node] == POINT:
+        if self._code[node] == DETERMINISTIC:
             self._mass[row] = max(self.mass(row) - self._weight(node), 0.0)
             self._deterministic.setdefault(row, []).append(self._token[node])
         else:
@@ -124,7 +124,7 @@ class Rejection:
 
         It is summed from what is left, not subtracted from 1: a peaked q leaves little.
         """
-        if self._code[node] != WITHOUT:
+        if self._code[node] != WITHOUT_REPLACEMENT:
             return 1.0
         row = self.parent[node]
         first, *others = nodes = self._without[row]
@@ -159,7 +159,7 @@ def recursive_rejection(draft: Draft, p: Tensor, lenience: float = 1.0) -> tuple
     """
     if Arrays.like(p).device is not None:
         return parallel.recursive_rejection(draft, p, lenience)
-    if draft.shape.nodes >= MANY and not draft.shape.branches and "point" not in draft.ways:
+    if draft.shape.nodes >= MANY and not draft.shape.branches and "deterministic" not in draft.ways:
         return _chains(draft, p, lenience)
     rejection, roots, a = Rejection(draft, p), draft.shape.roots, 1.0 / lenience
     stop = [1.0] * roots  # of each row so far: the path leads there, and to none of its children tried

@@ -1,10 +1,10 @@
 """Shared by the verifiers: their view of a draft, and recursive rejection of siblings as one number per row.
 
 Let p be the target's distribution at a row, q the draft's before anything was drawn there, and c_0, c_1, .. the
-children in drawing order. Each c_r was drawn from a distribution q_r of its own: a point mass (``point``), q (``iid``),
-or q / Z_r off the earlier siblings drawn ``without`` replacement, where Z_r is the mass of q that they leave. Rejecting
-c_r turns P_r into norm((a_r P_r - q_r)+), where a_r = 1 for recursive rejection (``token``) and the node's acceptance
-weight in ``traversal``. Write P_r = W_r / S_r with S_r = sum W_r and W_0 = p; then
+children in drawing order. Each c_r was drawn from a distribution q_r of its own: a point mass (``deterministic``), q
+(``iid``), or q / Z_r off the earlier siblings drawn ``without_replacement``, where Z_r is the mass of q that they
+leave. Rejecting c_r turns P_r into norm((a_r P_r - q_r)+), where a_r = 1 for recursive rejection (``token``) and the
+node's acceptance weight in ``traversal``. Write P_r = W_r / S_r with S_r = sum W_r and W_0 = p; then
 
     W_{r+1} = (W_r - S_r / a_r q_r)+
 
@@ -33,7 +33,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.upload import upload
 from spec_lab.verify.arrays import Array, Arrays, rows_of, view
 
-EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})
+EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without_replacement", "deterministic"})
 LARGE = 1e30  # largest theta for float32: 1 / Z, what a peaked q leaves to be drawn without replacement, may be more
 HUGE = 1e307  # bounds theta: times a probability of zero it must stay zero
 TINY = 1e-307  # under a division: 0 / 0 = 0

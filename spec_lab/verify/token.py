@@ -38,6 +38,6 @@ class Token(Verifier):
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
                 repeat a token.
         """
-        if not draft.shape.nodes or draft.ways == {"point"}:
+        if not draft.shape.nodes or draft.ways == {"deterministic"}:
             return walk(draft, p)
         return Verdict(*recursive_rejection(draft, p))

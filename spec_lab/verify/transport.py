@@ -27,9 +27,9 @@ CHUNK = 2**18  # numbers in one temporary of the quadrature; fits a cache
 def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarray:
     """The largest acceptance of ``count`` siblings drawn from q by any verifier that emits from p: ``[n]`` float64.
 
-    Drawn ``iid`` P(all drafts lie in H) = q(H)^count. Drawn ``without`` replacement at most q's support is drafted;
+    Drawn ``iid`` P(all drafts lie in H) = q(H)^count. Drawn ``without_replacement`` at most q's support is drafted;
     ``gumbel`` drafts are distributed alike, and the bound covers verifiers that share the noise. Of deterministic
-    drafts (``point``) there is nothing to compute: they are given, and p(drafts) is reached.
+    drafts (``deterministic``) there is nothing to compute: they are given, and p(drafts) is reached.
 
     Args:
         p: ``[n, V]``, target probabilities; a dead row (all zero) accepts nothing.
@@ -37,7 +37,7 @@ def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarra
         count: siblings drawn. None: nothing is accepted.
 
     Raises:
-        ValueError: p and q of different shapes, negative or NaN; a negative count; drawn ``point``.
+        ValueError: p and q of different shapes, negative or NaN; a negative count; drawn ``deterministic``.
     """
     masses = inside(p, q, (count,), drawn)
     if masses is None:
@@ -70,7 +70,7 @@ def inside(p: Tensor, q: Tensor, counts: Sequence[int], drawn: Drawn) -> Inside 
     Raises:
         ValueError: as ``transport_bound``.
     """
-    if drawn == "point":
+    if drawn == "deterministic":
         raise ValueError("deterministic drafts are not random: what can be accepted of them is p(drafts)")
     if p.ndim != 2 or p.shape != q.shape:
         raise ValueError(f"p and q must have equal shapes (got {tuple(p.shape)} and {tuple(q.shape)})")

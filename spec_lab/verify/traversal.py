@@ -41,7 +41,7 @@ class Traversal(Verifier):
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
                 repeat a token.
         """
-        if not draft.shape.nodes or draft.ways == {"point"}:
+        if not draft.shape.nodes or draft.ways == {"deterministic"}:
             return walk(draft, p)
         if Arrays.like(p).device is not None:
             return Verdict(*parallel.traversal(draft, p))

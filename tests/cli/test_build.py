@@ -194,7 +194,7 @@ class Chains(Token):
 
 
 def drafted(**options):
-    draft = {"_target_": "spec_lab.drafters.draft_model.propose.DraftModel.load", "drawn": "point"}
+    draft = {"_target_": "spec_lab.drafters.draft_model.propose.DraftModel.load", "drawn": "deterministic"}
     task = {"_target_": "spec_lab.tasks.benchmark.run"}
     none = {"_target_": "spec_lab.propose.Null.load"}
     return OmegaConf.create({"task": task, "proposer": none, "arms": {"other": draft | options}})
@@ -205,7 +205,7 @@ class SeveralWays:
 
     name = "several"
     drawn = "iid"
-    draws = frozenset({"point", "iid"})
+    draws = frozenset({"deterministic", "iid"})
 
 
 def test_a_class_that_draws_several_ways_is_refused_for_a_verifier_of_one_before_anything_is_loaded():

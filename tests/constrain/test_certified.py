@@ -20,7 +20,7 @@ from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import distance
 
 CHAIN, TREE = ("1x1", "iid", 3), ("2x1", "iid", 2)
-DRAFTS = (CHAIN, TREE, ("2x1", "without", 2), ("2x1", "point", 3))
+DRAFTS = (CHAIN, TREE, ("2x1", "without_replacement", 2), ("2x1", "deterministic", 3))
 SOURCES = {
     "regex": (PIECES, "(ab|c)(a|b|c)*b|a[bc]"),
     "choice": (PIECES, ["ab", "abc", "acb", "cab", "b"]),

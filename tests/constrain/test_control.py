@@ -31,7 +31,7 @@ from tests.tiny import VOCABULARY, tiny_target
 SCRIPTS = [(name, script, *((TWO, 2) if "again" in name else (FEW, 3))) for name, script in ALONE.items()]
 SCRIPTS += [(name, script, TWO, 2) for name, script in SEVERAL.items()]
 WAYS = list(product((Token(), Traversal(), Match()), ("target", "both"), (False, True)))
-TREES = (("2x1", "iid"), ("2x1", "without"), ("2x1", "point"))
+TREES = (("2x1", "iid"), ("2x1", "without_replacement"), ("2x1", "deterministic"))
 
 
 def constraint(script, vocabulary=V, **changes):
@@ -69,10 +69,10 @@ def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts
 def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
     applied = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     wanted = oracle(FEW, makes(ALONE[name]), 3)
-    assert distance(decoded(Instance(FEW, "2x1", 3, applied=applied), "point", verifier), wanted) < 1e-12
+    assert distance(decoded(Instance(FEW, "2x1", 3, applied=applied), "deterministic", verifier), wanted) < 1e-12
 
 
-@pytest.mark.parametrize("drawn", ["iid", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "deterministic"])
 @pytest.mark.parametrize("name", ["takes back the token", "puts after what is sampled", "puts past the limit", "stops"])
 def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     stop = frozenset({2})
@@ -192,7 +192,7 @@ def test_the_committed_controller_sees_every_event_once_whatever_forks_saw(targe
 
     bound = AppliedConstraint(ControllerConstraint(make, VOCABULARY))
     group = fixed_group(
-        Arm(target, draft_model("2x1x1", "without"), Token(), CounterDraws(2), bound),
+        Arm(target, draft_model("2x1x1", "without_replacement"), Token(), CounterDraws(2), bound),
         [Request(0, "p", PROMPTS[0], WARM, 20)],
     )
     drafted = sum(done.draft.shape.nodes for done in group)

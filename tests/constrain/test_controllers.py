@@ -87,11 +87,13 @@ def test_greedy_output_with_drafts_is_greedy_output(target, name):
     for proposer in (
         Ngram(4, 3, 1),
         NgramTree(8, 4, 3, 1),
-        draft_model("2x1x1", "point"),
+        draft_model("2x1x1", "deterministic"),
         draft_model("1x1x1", temperature=1.0),
     ):
         assert results(play(target, MADE[name](), proposer)) == results(alone)
-    assert results(play(target, MADE[name](), draft_model("2x1x1", "point"), fast_forward=False)) == results(alone)
+    assert results(play(target, MADE[name](), draft_model("2x1x1", "deterministic"), fast_forward=False)) == results(
+        alone
+    )
 
 
 # Choices -------------------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def test_where_the_request_does_not_stop_the_controller_ends_with_the_text(targe
 # Candidates ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("proposer", [Null(), draft_model("2x1", "without")], ids=["alone", "drafted"])
+@pytest.mark.parametrize("proposer", [Null(), draft_model("2x1", "without_replacement")], ids=["alone", "drafted"])
 def test_the_likeliest_of_several_different_texts_is_kept(target, proposer):
     group = play(target, candidates.load(LETTERS, 4), proposer, WARM, new=8)
     model = tiny_model()

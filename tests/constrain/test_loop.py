@@ -25,7 +25,7 @@ from tests.labs import Repeat
 from tests.tiny import VOCABULARY, tiny_target
 
 WORLD = RandomToy(8, support=2)
-DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "point", 3))
+DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without_replacement", 2), ("2x1", "deterministic", 3))
 
 
 @pytest.mark.each_value

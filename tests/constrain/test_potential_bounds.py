@@ -109,8 +109,8 @@ def sampled(allowed, count, sampler, tree="1x1", drawn="iid", verifier=None, con
 @pytest.mark.parametrize("count", [0, 1, 3, None])
 @pytest.mark.parametrize(
     ("tree", "drawn", "verifier"),
-    [("1x1", "iid", Traversal()), ("2", "without", Token()), ("2", "point", Match())],
-    ids=["chain", "without", "point"],
+    [("1x1", "iid", Traversal()), ("2", "without_replacement", Token()), ("2", "deterministic", Match())],
+    ids=["chain", "without_replacement", "deterministic"],
 )
 def test_accepted_outputs_have_the_conditional_distribution(count, tree, drawn, verifier):
     """Whatever was learned, a valid output has the probability p(x) / H(root)."""

@@ -117,4 +117,4 @@ def test_a_penalty_on_forced_chains_leaves_greedy_output_as_it_is():
 
 
 def replace_drawn(proposer: DraftModel) -> DraftModel:
-    return DraftModel(proposer.lm, CONTEXT, TreePlan(proposer.tree, "point"))
+    return DraftModel(proposer.lm, CONTEXT, TreePlan(proposer.tree, "deterministic"))

@@ -209,12 +209,12 @@ def drafts(draw: st.DrawFn) -> Draft:
     shape = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     token = torch.from_numpy(rng.integers(0, 5, shape.nodes))
-    drawn = draw(st.sampled_from(["iid", "without", "point", "gumbel", "each"]))
+    drawn = draw(st.sampled_from(["iid", "without_replacement", "deterministic", "gumbel", "each"]))
     extra = None
     if draw(st.booleans()):
         above = [draw(st.integers(0, shape.rows + x - 1)) for x in range(draw(st.integers(1, 5)))]
         extra = ComputedOnly(np.array(above), torch.from_numpy(rng.integers(0, 5, len(above))))
-    if drawn == "point":
+    if drawn == "deterministic":
         return Draft(shape, token, computed_only=extra)
     if drawn == "each":
         drawn = rng.integers(0, len(WAYS), shape.nodes).astype(np.int8)
@@ -281,7 +281,12 @@ def test_a_draft_whose_parts_do_not_fit_is_refused():
     q, q_row, token = torch.full((1, 4), 0.25), np.array([0, -1]), torch.tensor([1])
     with pytest.raises(ValueError, match="2 tokens .*1 nodes"):
         Draft(chain(1), torch.tensor([1, 2]))
-    for drawn, rows in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
+    for drawn, rows in (
+        ("deterministic", (q, q_row)),
+        ("iid", (None, None)),
+        ("without_replacement", (q, None)),
+        ("iid", (None, q_row)),
+    ):
         with pytest.raises(ValueError, match="q_row"):
             Draft(chain(1), token, drawn, *rows)
     for drawn, noise in (("gumbel", None), ("iid", torch.zeros(1, 4))):

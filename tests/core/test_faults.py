@@ -110,7 +110,7 @@ from spec_lab.decode.proposer import Proposer
 
 
 class Faulty(Proposer):
-    name, drawn, nodes = "faulty", "point", 1
+    name, drawn, nodes = "faulty", "deterministic", 1
 
     def __init__(self, target): ...
 

@@ -133,7 +133,7 @@ def test_the_nodes_of_a_step_are_bounded(tmp_path):
 
 
 class Many(Proposer):
-    name, drawn, nodes = "many", "point", 1024
+    name, drawn, nodes = "many", "deterministic", 1024
 
     def propose(self, batch):
         raise AssertionError("nothing is decoded")

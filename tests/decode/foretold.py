@@ -23,7 +23,7 @@ class Foretold(Proposer):
     spoil: float = 0.3
     shape: Shape = TREE
     name: str = "foretold"
-    drawn: str = "point"
+    drawn: str = "deterministic"
     nodes: int = TREE.nodes
     opened: list = field(default_factory=list)
     closed: list = field(default_factory=list)

@@ -70,18 +70,22 @@ PROPOSERS = {
     "pld_plus": lambda t: PldPlus(3, 1),
     "medusa": lambda t: Medusa(Heads.random(t, 2, False), TREE),
     "draft_chain": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN)),
-    "draft_points": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "point")),
-    "draft_without": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "without", 1.0)),
+    "draft_points": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "deterministic")),
+    "draft_without": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "without_replacement", 1.0)),
     "draft_gumbel": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "gumbel")),
-    "draft_best_first": lambda t: DraftModel(t.lm, 64, TreePlan((), "without", 1.0, budget=Budget(4, 2, 2, width=1))),
+    "draft_best_first": lambda t: DraftModel(
+        t.lm, 64, TreePlan((), "without_replacement", 1.0, budget=Budget(4, 2, 2, width=1))
+    ),
     "draft_confident": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN, confidence=0.001)),
     "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
     "early_exit": lambda t: EarlyExit(t.lm, 1, TreePlan(CHAIN)),
     "kangaroo": kangaroo,
-    "early_exit_best_first": lambda t: EarlyExit(t.lm, 1, TreePlan((), "point", budget=Budget(4, 2, 2, width=1))),
+    "early_exit_best_first": lambda t: EarlyExit(
+        t.lm, 1, TreePlan((), "deterministic", budget=Budget(4, 2, 2, width=1))
+    ),
     "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
-    "peagle": lambda t: PEagleDrafter(random_network(PEagle(PARALLEL), t), t, TreePlan(TREE, "point")),
-    "block": lambda t: BlockDrafter(random_network(BlockNetwork(MARKOV), t), t, TreePlan(TREE, "point")),
+    "peagle": lambda t: PEagleDrafter(random_network(PEagle(PARALLEL), t), t, TreePlan(TREE, "deterministic")),
+    "block": lambda t: BlockDrafter(random_network(BlockNetwork(MARKOV), t), t, TreePlan(TREE, "deterministic")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)

@@ -86,7 +86,7 @@ PROPOSERS = {
     "none": (lambda target: Null(), Token()),
     "ngram_tree": (lambda target: NgramTree(6, 3, 2, 1), Token()),
     "draft_chain": (lambda target: draft_model("1x1x1", "iid"), Token()),
-    "draft_tree": (lambda target: draft_model("0 1 0.0 1.0", "without", 1.0), Traversal()),
+    "draft_tree": (lambda target: draft_model("0 1 0.0 1.0", "without_replacement", 1.0), Traversal()),
     "cascade": (lambda target: cascade(Ngram(3, 2, 1), draft_model("1x1x1").lm), Token()),
     "medusa": (lambda target: Medusa(heads_of(target), parse("0 1 0.0")), Token()),
 }
@@ -198,7 +198,7 @@ def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cach
 
     requests = wanted(new=60)
     for proposer, applied in (
-        (draft_model("1x1", "point"), AppliedConstraint(Forcing(), fast_forward=True)),
+        (draft_model("1x1", "deterministic"), AppliedConstraint(Forcing(), fast_forward=True)),
         (Window(), None),
     ):
         longest = max(min(len(request.tokens) + request.max_new_tokens, CONTEXT) for request in requests)
@@ -291,7 +291,7 @@ def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_w
 
 def test_sampling_that_the_proposer_cannot_draft_for_is_refused_when_the_request_is_added(target):
     engine = Engine(Arm(target, draft_model("2x1", "iid"), Token(), CounterDraws(0)))
-    with pytest.raises(ValueError, match=r"request 'p1': proposer 'draft_model': .*proposer.drawn=point"):
+    with pytest.raises(ValueError, match=r"request 'p1': proposer 'draft_model': .*proposer.drawn=deterministic"):
         engine.add(wanted(COLD)[1])
     assert not engine.has_unfinished()
     run(engine, wanted(WARM)[1:2])
@@ -337,7 +337,7 @@ def test_a_proposer_that_fails_is_named_and_everything_is_freed(target, failing)
 class Counts(Proposer):
     """Drafts nothing and counts its open states; one call of one method fails."""
 
-    name, drawn, nodes = "counts", "point", 0
+    name, drawn, nodes = "counts", "deterministic", 0
 
     def __init__(self, failing, at):
         self.failing, self.left, self.opened, self.closed = failing, at, [], []
@@ -412,7 +412,7 @@ class Guess(Proposer):
     """Drafts the target's likeliest tokens, some of them wrong; checks everything that it observes."""
 
     name = "guess"
-    drawn = "point"
+    drawn = "deterministic"
     nodes = SHAPE.nodes
 
     def __init__(self, target, requires=None, known=None):
@@ -552,7 +552,7 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
 class Window(Proposer):
     """Has four rows computed below each root, and drafts nothing."""
 
-    name, drawn, nodes = "window", "point", 4
+    name, drawn, nodes = "window", "deterministic", 4
 
     def propose(self, batch):
         roots = len(batch.sequences)

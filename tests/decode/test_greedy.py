@@ -104,7 +104,7 @@ def test_every_compatible_pair_is_compared(proposers):
 
 
 def test_a_cold_tree_of_sampled_siblings_is_refused(target):
-    for drawn in ("iid", "without", "gumbel"):
+    for drawn in ("iid", "without_replacement", "gumbel"):
         with pytest.raises(ValueError, match="at temperature 0"):
             draft(target, tree="2x1", drawn=drawn).check_sampling(GREEDY)
 

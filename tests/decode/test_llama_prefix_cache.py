@@ -55,7 +55,11 @@ def text(first, count=30):
 PROPOSERS = {
     "none": (lambda: Null(), Token(), COLD),
     "ngram tree": (lambda: NgramTree(6, 3, 2, 1), Token(), WARM),
-    "draft tree": (lambda: DraftModel(runner(), 60, TreePlan(parse("0 1 0.0 1.0"), "without", 1.0)), Traversal(), WARM),
+    "draft tree": (
+        lambda: DraftModel(runner(), 60, TreePlan(parse("0 1 0.0 1.0"), "without_replacement", 1.0)),
+        Traversal(),
+        WARM,
+    ),
 }
 
 

@@ -77,7 +77,7 @@ PROPOSERS = {
     "ngram_tree": (lambda target: NgramTree(6, 3, 2, 1), Token(), WARM),
     "recycling": (lambda target: Recycling(target.vocabulary, parse("0 1 0.0"), "request"), Token(), COLD),
     "draft_chain": (lambda target: draft_model("1x1x1", "iid"), Token(), WARM),
-    "draft_tree": (lambda target: draft_model("0 1 0.0 1.0", "without", 1.0), Traversal(), WARM),
+    "draft_tree": (lambda target: draft_model("0 1 0.0 1.0", "without_replacement", 1.0), Traversal(), WARM),
     "cascade": (lambda target: cascade(Ngram(3, 2, 1), draft_model("1x1x1").lm), Token(), WARM),
     "early_exit": (lambda target: early_exit(target, layers=1), Token(), COLD),
     "medusa": (lambda target: Medusa(heads_of(target), parse("0 1 0.0")), Token(), COLD),
@@ -156,7 +156,7 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(target):
 class Watch(Proposer):
     """Notes which positions are observed, with which tokens, and drafts nothing."""
 
-    name, drawn, nodes = "watch", "point", 1
+    name, drawn, nodes = "watch", "deterministic", 1
 
     def __init__(self):
         self.seen = {}

@@ -40,7 +40,7 @@ def random_draft(rng, drawn):
             weight[earlier] = 0
         token.append(int(rng.choice(5, p=weight / weight.sum())))
     tokens, p = torch.tensor(token), torch.from_numpy(rng.dirichlet(np.ones(5), shape.rows))
-    if drawn == "point":
+    if drawn == "deterministic":
         return Draft(shape, tokens), p
     return Draft(shape, tokens, drawn, q, np.arange(shape.rows)), p
 
@@ -63,13 +63,13 @@ def walked(draft, p):
                 break
             left = np.maximum(left - q, 0)
             left /= left.sum()
-            if draft.drawn == "without":
+            if draft.drawn == "without_replacement":
                 q_row[token] = 0
                 q_row /= q_row.sum()
     return probabilities
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 def test_acceptance_given_the_parent_is_that_of_walking_the_siblings(drawn):
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -98,10 +98,10 @@ def test_acceptance_along_a_path_multiplies_to_where_it_ends(verifier):
 @pytest.mark.parametrize(
     ("verifier", "drawn", "sampling"),
     [
-        (Token(), "without", WARM),
-        (Token(), "point", COLD),
+        (Token(), "without_replacement", WARM),
+        (Token(), "deterministic", COLD),
         (Traversal(), "iid", WARM),
-        (Typical(), "point", WARM),
+        (Typical(), "deterministic", WARM),
         (Gumbel(), "gumbel", WARM),
     ],
 )
@@ -140,8 +140,8 @@ def _reach(accept, parents):
 
 def test_at_temperature_0_probabilities_are_those_of_the_arg_max_and_nothing_else_is_computed(target):
     wanted = requests(COLD, new=8)
-    engine, steps, rows = recorded(target, draft_model("2x1", "point"), Token(), wanted)
-    plain = fixed_group(Arm(target, draft_model("2x1", "point"), Token(), CounterDraws(0)), wanted)
+    engine, steps, rows = recorded(target, draft_model("2x1", "deterministic"), Token(), wanted)
+    plain = fixed_group(Arm(target, draft_model("2x1", "deterministic"), Token(), CounterDraws(0)), wanted)
     assert len(list(plain)) == len(steps) and emitted(plain) == emitted(engine)
     for info, of_step in zip(steps, rows, strict=True):
         assert info.recorded.p is None  # no softmax of every row
@@ -182,7 +182,7 @@ def test_what_was_not_verified_has_no_acceptance(target, monkeypatch, sampling):
         return output
 
     monkeypatch.setattr(target.lm, "run", fails_at_the_third)
-    _, _, rows = recorded(target, draft_model("2x1", "point"), Token(), requests(sampling, new=8))
+    _, _, rows = recorded(target, draft_model("2x1", "deterministic"), Token(), requests(sampling, new=8))
     failed = [row for entry in rows for row in entry if not row["expected_kind"]]
     assert len(failed) == 1 and len(failed[0]["draft_tokens"]) == 4 and set(failed[0]["draft_accept"]) == {None}
 

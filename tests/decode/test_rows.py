@@ -36,7 +36,7 @@ def test_history_holds_prompt_and_path(target):
     assert torch.equal(tokens_before(texts, draft.shape, draft.token, np.array([4, 2])), seen[[4, 2]])
 
 
-@pytest.mark.parametrize("drawn", ["without", "point"])
+@pytest.mark.parametrize("drawn", ["without_replacement", "deterministic"])
 def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(target, drawn):
     proposer = draft_model("2x1", drawn)
     wanted = requests(WARM, new=6)
@@ -53,7 +53,7 @@ def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(ta
                 p, q = (plain_probabilities(model.lm.model, above, WARM) for model in (target, proposer))
                 token = row["draft_tokens"][number]
                 assert row["draft_p"][number] == pytest.approx(float(p[token]))
-                assert row["draft_q"][number] == (None if drawn == "point" else pytest.approx(float(q[token])))
+                assert row["draft_q"][number] == (None if drawn == "deterministic" else pytest.approx(float(q[token])))
         for sequence, got in zip(info.sequences, info.committed, strict=True):
             texts[sequence.request.id] += [token.token for token in got.tokens if token.kept]
     assert sum(len(row["draft_tokens"]) for info in steps for row in info.rows()) > 20

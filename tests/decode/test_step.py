@@ -67,7 +67,7 @@ def test_a_verifier_that_does_not_support_the_draft_is_refused_at_once(target, t
     class Sampled(Token):
         accepts = frozenset({"iid"})
 
-    refused = "verifier 'token' .*iid; proposer 'foretold' .*'point'"
+    refused = "verifier 'token' .*iid; proposer 'foretold' .*'deterministic'"
     with pytest.raises(ValueError, match=refused):
         fixed_group(Arm(target, Foretold(truth), Sampled(), CounterDraws(0)), requests())
 

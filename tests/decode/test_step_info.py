@@ -22,7 +22,7 @@ def rows():
     """Rows of ``forwards`` of a target and a draft model in fixed shapes."""
     draft = CausalLM(tiny_model(seed=1), fixed=True)
     target = slow_target(draft)
-    proposer = DraftModel(draft, CONTEXT, TreePlan(parse("1x1"), "point"))
+    proposer = DraftModel(draft, CONTEXT, TreePlan(parse("1x1"), "deterministic"))
     return rows_of(list(fixed_group(Arm(target, proposer, Token(), CounterDraws(0)), requests(new=12))), 0, "")[0]
 
 

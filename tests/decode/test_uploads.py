@@ -28,7 +28,7 @@ def eagle3(plan):
     return lambda target: FeatureDrafter(random_network(Eagle3(HEAD), target), target, plan, "eagle3")
 
 
-STATIC = PROPOSERS | {"eagle3_chain": eagle3(TreePlan(CHAIN)), "eagle3_points": eagle3(TreePlan(TREE, "point"))}
+STATIC = PROPOSERS | {"eagle3_chain": eagle3(TreePlan(CHAIN)), "eagle3_points": eagle3(TreePlan(TREE, "deterministic"))}
 
 SAMPLED = {
     "greedy": [Sampling(0.0)],

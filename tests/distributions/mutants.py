@@ -218,7 +218,7 @@ def other_temperature(draft: Draft, p: Tensor) -> Verdict:
 
 
 def swapped(verifier: Verify) -> Verify:
-    other: dict[Drawn, Drawn] = {"iid": "without", "without": "iid"}
+    other: dict[Drawn, Drawn] = {"iid": "without_replacement", "without_replacement": "iid"}
     return lambda draft, p: verifier(replace(draft, drawn=other[draft.drawn]), p)
 
 
@@ -459,7 +459,7 @@ MUTANTS = [
     ),
     Mutant(
         "q from the previous position", "traversal reads the q of the row above", "step",
-        (one_step("2x1", "without", 0.36, WIDE),), Broken(previous_q(Traversal())), Traversal(),
+        (one_step("2x1", "without_replacement", 0.36, WIDE),), Broken(previous_q(Traversal())), Traversal(),
     ),
     Mutant(
         "bonus from one position early, or from q", "a leaf emits from p of its parent", "step",
@@ -475,21 +475,22 @@ MUTANTS = [
     ),
     Mutant(
         "block unscaled residual", "(p - q)+ in place of (a p - q)+", "step",
-        (one_step("1x1", "iid", 0.0015), one_step("2x1", "without", 0.0036)), Broken(unscaled), Traversal(),
+        (one_step("1x1", "iid", 0.0015), one_step("2x1", "without_replacement", 0.0036)), Broken(unscaled), Traversal(),
     ),
     Mutant(
         "block h_i = p_i", "a node's weight stays when it loses a child", "step",
-        (one_step("1x1", "iid", 0.022), one_step("2x2", "without", 0.069)), WEIGHT_STAYS, Traversal(),
+        (one_step("1x1", "iid", 0.022), one_step("2x2", "without_replacement", 0.069)), WEIGHT_STAYS, Traversal(),
     ),
     # which, as rejected siblings have no mass left, is also: q not renormalised after an earlier sibling
     Mutant(
         "with/without replacement swapped", "token verifies as iid what was drawn without", "step",
-        (one_step("2", "without", 0.081), one_step("2", "without", 0.0566, WIDE)), Broken(swapped(Token())),
+        (one_step("2", "without_replacement", 0.081), one_step("2", "without_replacement", 0.0566, WIDE)),
+        Broken(swapped(Token())),
     ),
     Mutant(
         "with/without replacement swapped", "traversal verifies as iid what was drawn without", "step",
-        (one_step("2x1", "without", 0.081), one_step("2x1", "without", 0.0566, WIDE)), Broken(swapped(Traversal())),
-        Traversal(),
+        (one_step("2x1", "without_replacement", 0.081), one_step("2x1", "without_replacement", 0.0566, WIDE)),
+        Broken(swapped(Traversal())), Traversal(),
     ),
     Mutant(
         "with/without replacement swapped", "token's twin verifies as without what was drawn iid", "step",
@@ -501,8 +502,8 @@ MUTANTS = [
         Broken(reranked("q")),
     ),
     Mutant(
-        "siblings re-ranked", "sorted by p before they are verified", "step", (one_step("3", "without", 0.78),),
-        Broken(reranked("p")),
+        "siblings re-ranked", "sorted by p before they are verified", "step",
+        (one_step("3", "without_replacement", 0.78),), Broken(reranked("p")),
     ),
     Mutant(
         "top-k draft verified with softmax q", "drawn from the two likeliest", "step", (one_step("1x1", "iid", 0.119),),
@@ -514,7 +515,7 @@ MUTANTS = [
     ),
     Mutant(
         "top-k draft verified with softmax q", "siblings are the likeliest tokens", "step",
-        (one_step("2", "without", 0.23),), proposer=truncated(1, "without"),
+        (one_step("2", "without_replacement", 0.23),), proposer=truncated(1, "without_replacement"),
     ),
     Mutant(
         "q at another temperature", "verified with q at half the temperature", "step", (one_step("1", "iid", 0.074),),
@@ -539,11 +540,11 @@ MUTANTS = [
     ),
     Mutant(
         "lenience 0.99", "accepts with p / (0.99 q)", "step",
-        (one_step("1", "iid", 0.0014), one_step("2x1", "without", 0.0026)), Lenient(0.99), Lenient(1.0),
+        (one_step("1", "iid", 0.0014), one_step("2x1", "without_replacement", 0.0026)), Lenient(0.99), Lenient(1.0),
     ),
     Mutant(
         "traversal a <- S", "in place of S / (S + 1 - a)", "step",
-        (one_step("1x1", "iid", 0.02), one_step("2x2", "without", 0.023)), WEIGHT_IS_S, Traversal(),
+        (one_step("1x1", "iid", 0.02), one_step("2x2", "without_replacement", 0.023)), WEIGHT_IS_S, Traversal(),
     ),
     Mutant(
         "recovery shares draft noise", "the test takes the uniform that drew the token", "loop",

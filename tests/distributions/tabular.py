@@ -53,11 +53,13 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
             continue
         if above not in left:
             row_of_q = world.q(context + paths[row[above]])
-            left[above] = np.argsort(-row_of_q, kind="stable").astype(float) if drawn == "point" else row_of_q.copy()
+            left[above] = (
+                np.argsort(-row_of_q, kind="stable").astype(float) if drawn == "deterministic" else row_of_q.copy()
+            )
             q_row[row[above]] = len(q)
             q.append(row_of_q)
         rank = int(tree.rank[number - 1])
-        if drawn == "point":
+        if drawn == "deterministic":
             if rank >= world.v:
                 continue
             token = int(left[above][rank])
@@ -66,7 +68,7 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
                 continue
             key = who._replace(purpose=Purpose.DRAFT, index=number)
             token = int(draws.pick(torch.from_numpy(left[above][None]), [key])[0])
-            if drawn == "without":
+            if drawn == "without_replacement":
                 left[above][token] = 0.0
         row[number] = len(paths)
         parent.append(row[above])
@@ -74,7 +76,7 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
         q_row.append(-1)
     shape = Shape(1, np.array(parent, dtype=np.int64))
     token = torch.tensor([path[-1] for path in paths[1:]], dtype=torch.long)
-    if drawn == "point":
+    if drawn == "deterministic":
         return Draft(shape, token)
     return Draft(shape, token, drawn, torch.from_numpy(np.array(q).reshape(-1, world.v)), np.array(q_row))
 
@@ -97,10 +99,10 @@ class Growing:
 
     def point(self, above: int, token: int) -> int:
         """Add a point; returns its row."""
-        return self._add(above, token, "point")
+        return self._add(above, token, "deterministic")
 
     def sample(self, above: int, way: Drawn, off: Sequence[int] = ()) -> int | None:
-        """Draw a child ``iid`` or ``without`` replacement; returns its row, None where nothing is left to draw.
+        """Draw a child ``iid`` or ``without_replacement``; returns its row, None where nothing is left to draw.
         ``off``: tokens that q leaves out, given with the first child that is drawn there.
         """
         if above not in self.q:
@@ -114,7 +116,7 @@ class Growing:
             return None
         key = Key(0, 0, 0, Purpose.DRAFT, len(self.parent))
         token = int(self.draws.pick(torch.from_numpy(weights[None]), [key])[0])
-        if way == "without":
+        if way == "without_replacement":
             self.left[above][token] = 0.0
         return self._add(above, token, way)
 

@@ -105,7 +105,7 @@ def test_on_chains_traversal_accepts_at_least_what_token_does(world, length):
         if shape.rank.any()
     ],
 )
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_on_trees_traversal_accepts_more_over_all_worlds(name, drawn):
     gains = [
         accepted(world, Traversal(), TREES[name], drawn) - accepted(world, Token(), TREES[name], drawn)
@@ -117,14 +117,16 @@ def test_on_trees_traversal_accepts_more_over_all_worlds(name, drawn):
 def test_on_a_tree_token_can_accept_more():
     """There is no such theorem on trees: a world in which top-down accepts slightly more; both are exact."""
     world = World(119, v=5)
-    traversal, token = (accepted(world, verifier, TREES["[1,2]"], "without") for verifier in (Traversal(), Token()))
+    traversal, token = (
+        accepted(world, verifier, TREES["[1,2]"], "without_replacement") for verifier in (Traversal(), Token())
+    )
     assert token - traversal == pytest.approx(3.799e-5, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_point_drafts_are_accepted_alike(name):
     world = World(28)
-    numbers = [accepted(world, verifier, TREES[name], "point") for verifier in (Token(), Traversal(), Match())]
+    numbers = [accepted(world, verifier, TREES[name], "deterministic") for verifier in (Token(), Traversal(), Match())]
     assert numbers == pytest.approx([numbers[0]] * 3, abs=1e-14)
 
 
@@ -136,7 +138,7 @@ class Same(World):
         return p, p
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_a_chain_drawn_from_the_target_itself_is_fully_accepted(verifier, drawn):
     for length in (1, 2, 3):

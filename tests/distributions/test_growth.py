@@ -21,7 +21,7 @@ def token_of(growing: Growing, row: int) -> int:
     return growing.paths[row][-1]
 
 
-def best_first(growing: Growing, ways=("without",) * 3, nodes: int = 3) -> None:
+def best_first(growing: Growing, ways=("without_replacement",) * 3, nodes: int = 3) -> None:
     """The slot of largest estimated probability is filled next (DySpec, 2410.11744): a child or a further sibling."""
     slots = [(-1.0, 0)]
     while slots and len(growing.parent) < nodes:
@@ -43,7 +43,7 @@ def independent_best_first(growing: Growing) -> None:
     best_first(growing, ("iid",) * 3)
 
 
-def one_more_after_a_token(growing: Growing, way="without") -> None:
+def one_more_after_a_token(growing: Growing, way="without_replacement") -> None:
     """A second sibling only where the first is one of two tokens."""
     first = growing.sample(0, way)
     if token_of(growing, first) in (0, 2):
@@ -52,32 +52,32 @@ def one_more_after_a_token(growing: Growing, way="without") -> None:
 
 def deeper_where_unsure(growing: Growing) -> None:
     """A chain that continues only below tokens of small q, and branches below the others."""
-    row = growing.sample(0, "without")
+    row = growing.sample(0, "without_replacement")
     if growing.world.q(())[token_of(growing, row)] < 0.4:
         growing.sample(row, "iid")
     else:
-        growing.sample(0, "without")
+        growing.sample(0, "without_replacement")
 
 
 def sibling_after_a_child(growing: Growing) -> None:
     """A second sibling whose existence depends on what was drawn below the first."""
-    first = growing.sample(0, "without")
-    below = growing.sample(first, "without")
+    first = growing.sample(0, "without_replacement")
+    below = growing.sample(first, "without_replacement")
     if token_of(growing, below) % 2:
-        second = growing.sample(0, "without")
+        second = growing.sample(0, "without_replacement")
         if second is not None and token_of(growing, second) < token_of(growing, below):
             growing.sample(second, "iid")
     else:
-        growing.sample(first, "without")
+        growing.sample(first, "without_replacement")
 
 
 def across_branches(growing: Growing) -> None:
     """Nodes drawn below one sibling depend on those below the other."""
-    first, second = growing.sample(0, "without"), growing.sample(0, "without")
+    first, second = growing.sample(0, "without_replacement"), growing.sample(0, "without_replacement")
     below = growing.sample(first, "iid")
     if second is not None and token_of(growing, below) == token_of(growing, second):
-        growing.sample(second, "without")
-        growing.sample(second, "without")
+        growing.sample(second, "without_replacement")
+        growing.sample(second, "without_replacement")
 
 
 POLICIES = [

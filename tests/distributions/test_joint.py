@@ -37,7 +37,7 @@ EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.n
             *tree, drawn, verifier, marks=[pytest.mark.nightly] if (tree, drawn, verifier.name) == LONGEST else []
         )
         for tree in (("1", 4), ("1x1", 3), ("2", 4), ("2x1", 2))
-        for drawn in ("iid", "without", "point")
+        for drawn in ("iid", "without_replacement", "deterministic")
         for verifier in LOSSLESS
     ],
 )
@@ -67,7 +67,7 @@ def test_k_seq_as_well(tree, tokens):
     ids=["temperature", "top-k", "top-p", "min-p", "penalty", "all", "greedy"],
 )
 def test_warped_distributions_are_kept(sampling, verifier):
-    for tree, drawn in (("1x1", "iid"), ("2", "point")):
+    for tree, drawn in (("1x1", "iid"), ("2", "deterministic")):
         assert examine(Instance(FEW, tree, tokens=3), drawn, verifier, sampling).wrong is None
 
 
@@ -155,7 +155,7 @@ class Moody:
 )
 def test_empty_drafts_among_others_keep_the_distribution(verifier):
     instance = Instance(FEW, "2x1", tokens=3)
-    parts = toy_parts(instance, "without")
+    parts = toy_parts(instance, "without_replacement")
     parts = parts._replace(proposer=Moody(parts.proposer))
     outcomes = list(decoded(parts, verifier, tokens=3))
     sizes = {shape.trees[head].size for _, (_, steps) in outcomes for shape, head, _ in steps}
@@ -199,7 +199,7 @@ def test_a_sampled_request_among_greedy_ones_keeps_its_distribution_and_they_the
 
 
 def test_the_order_of_a_batch_changes_nobody_s_text():
-    parts = toy_parts(Instance(RandomToy(11, support=4, plain=True), "2x1", tokens=4), "without")
+    parts = toy_parts(Instance(RandomToy(11, support=4, plain=True), "2x1", tokens=4), "without_replacement")
     requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
     texts = []
     for order in (requests, requests[::-1], requests[5:] + requests[:5]):

@@ -83,8 +83,8 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), c
 @pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
 @pytest.mark.parametrize(
     ("tree", "drawn", "verifier"),
-    [("1", "iid", Token()), ("2", "without", Token()), ("2", "iid", Traversal())],
-    ids=["chain", "without", "iid"],
+    [("1", "iid", Token()), ("2", "without_replacement", Token()), ("2", "iid", Traversal())],
+    ids=["chain", "without_replacement", "iid"],
 )
 def test_the_loop_has_the_target_s_distribution(target, draft, tree, drawn, verifier, sampling):
     assert distance(target, draft, tree, drawn, verifier, sampling) < 1e-12
@@ -105,7 +105,9 @@ def unsure(target, draft):
     [
         ("1x1", "iid", Token()),
         ("1x1", "iid", Traversal()),
-        pytest.param("2x1", "without", Traversal(), marks=pytest.mark.nightly),  # trees take longer than all chains
+        pytest.param(
+            "2x1", "without_replacement", Traversal(), marks=pytest.mark.nightly
+        ),  # trees take longer than all chains
         pytest.param("2x1", "iid", Token(), marks=pytest.mark.nightly),
     ],
 )

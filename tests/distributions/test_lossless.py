@@ -27,7 +27,7 @@ TREES = {
 }
 LARGEST = ("[2,2]", "[3,1]", "ragged")
 VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
-DRAWN = pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+DRAWN = pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 
 
 def require_lossless(outputs: Outputs) -> None:
@@ -61,7 +61,7 @@ def test_one_step_is_lossless(world, name, drawn, verifier):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["[2]", "[1,1]", "[3]", "[2,1]"])
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 @VERIFIERS
 def test_one_step_with_wide_distributions_is_lossless(name, drawn, verifier):
     """V = 5 and no zeros anywhere."""
@@ -91,14 +91,14 @@ def test_worlds_hold_every_kind_of_context():
 def test_an_exhausted_distribution_draws_no_more_siblings():
     """Without replacement, a distribution over two tokens yields two of three siblings, a one-hot one yields one."""
     world = World(2, support=2, plain=True)
-    draft, probability = every_draft(world, TREES["[3]"], "without")
+    draft, probability = every_draft(world, TREES["[3]"], "without_replacement")
     assert probability.sum() == pytest.approx(1)
     assert np.bincount(draft.shape.parent).tolist() == [2] * draft.shape.roots
     greedy = World(2, support=1, plain=True)
     for verifier in (Token(), Traversal(), Match()):
-        require_lossless(Outputs.of_forest(world, verifier, TREES["[3]"], "without"))
-        require_lossless(Outputs.of_forest(greedy, verifier, TREES["[2,2]"], "without"))
-    alone, _ = every_draft(greedy, TREES["[2,2]"], "without")
+        require_lossless(Outputs.of_forest(world, verifier, TREES["[3]"], "without_replacement"))
+        require_lossless(Outputs.of_forest(greedy, verifier, TREES["[2,2]"], "without_replacement"))
+    alone, _ = every_draft(greedy, TREES["[2,2]"], "without_replacement")
     assert alone.shape.depth.tolist() == [0, 1, 2]
     twice, _ = every_draft(greedy, TREES["[2]"], "iid")
     assert twice.token[0] == twice.token[1]
@@ -115,7 +115,9 @@ def test_enumeration_visits_every_draft_once():
     world, key = World(8, plain=True), Key(0, 0, 0, Purpose.DRAFT)
     seen = [
         (tuple(draft.token.tolist()), probability)
-        for probability, draft in explore(lambda draws: propose(world, (), TREES["[2]"], "without", draws, key))
+        for probability, draft in explore(
+            lambda draws: propose(world, (), TREES["[2]"], "without_replacement", draws, key)
+        )
     ]
     q = world.q(())
     assert len({tokens for tokens, _ in seen}) == len(seen) == 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_lab.core.draft import POINT, Draft
+from spec_lab.core.draft import DETERMINISTIC, Draft
 from spec_lab.verify import Lenient, Match, Token, Traversal, Verdict
 from spec_lab.verify.rejection import Rejection, recursive_rejection
 from tests.distributions.mutants import edited
@@ -34,8 +34,8 @@ def points_excluded(growing: Growing) -> None:
     tokens = guesses(growing, 0, 1)
     for token in tokens:
         growing.point(0, token)
-    growing.sample(0, "without", off=tokens)
-    growing.sample(0, "without", off=tokens)
+    growing.sample(0, "without_replacement", off=tokens)
+    growing.sample(0, "without_replacement", off=tokens)
 
 
 def sample_first(growing: Growing) -> None:
@@ -57,9 +57,9 @@ def alternating(growing: Growing) -> None:
     """Point, x, point, y without replacement, z ~ q."""
     first, second = guesses(growing, 0, 2)
     growing.point(0, first)
-    growing.sample(0, "without")
+    growing.sample(0, "without_replacement")
     growing.point(0, second)
-    growing.sample(0, "without")
+    growing.sample(0, "without_replacement")
     growing.sample(0, "iid")
 
 
@@ -75,13 +75,13 @@ def union(growing: Growing) -> None:
 
 def below_each_other(growing: Growing) -> None:
     """Points below sampled nodes, sampled nodes below points, and both side by side."""
-    top = growing.sample(0, "without")
+    top = growing.sample(0, "without_replacement")
     for token in guesses(growing, top, 2):
         growing.point(top, token)
     growing.sample(top, "iid")
     point = growing.point(0, guesses(growing, 0, 1)[0])
     growing.sample(point, "iid")
-    growing.sample(0, "without")
+    growing.sample(0, "without_replacement")
 
 
 MIXTURES = [
@@ -135,7 +135,7 @@ class LaterPointsToo(Rejection):
 
     def __init__(self, draft, p):
         super().__init__(draft, p)
-        for node in np.flatnonzero(draft.codes == POINT):
+        for node in np.flatnonzero(draft.codes == DETERMINISTIC):
             self._deterministic.setdefault(self.parent[node], []).append(int(draft.token[node]))
 
 
@@ -178,7 +178,7 @@ def test_a_draft_with_inconsistent_ways_of_drawing_is_refused():
     growing = Growing(World(6), None)
     growing.point(0, 1)
     draft = growing.draft()
-    assert draft.ways == {"point"}
+    assert draft.ways == {"deterministic"}
     with pytest.raises(ValueError, match="row of q"):
         Draft(draft.shape, draft.token, np.array([1], dtype=np.int8), draft.q, draft.q_row)
     with pytest.raises(ValueError, match="q and q_row"):

@@ -111,7 +111,7 @@ def test_noise_reused_across_steps_keeps_each_step_s_distribution_and_the_first_
 
 
 @pytest.mark.parametrize("weight", [WEIGHT_IS_S, WEIGHT_STAYS], ids=["a <- S", "a stays"])
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_a_wrong_weight_is_invisible_at_depth_one(weight, drawn):
     """The reason to enumerate depth 2."""
     assert prove(drawn, weight, [Instance(PINNED, "3")]).failure is None
@@ -160,5 +160,5 @@ def test_unbroken_twins_survive(verifier):
         stop, emit = verifier(draft, p.numpy())
         return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
-    for drawn in ("iid", "without", "point"):
+    for drawn in ("iid", "without_replacement", "deterministic"):
         assert Outputs.of_forest(World(11, plain=True), verify, TREES["[2,1]"], drawn).tv() < 1e-12

@@ -26,11 +26,11 @@ def drawn_from(draft: Draft) -> np.ndarray:
         taken = []  # by earlier siblings drawn without replacement
         for child in shape.children[row] - shape.roots:
             way = WAYS[draft.codes[child]]
-            if way == "point":
+            if way == "deterministic":
                 probabilities[child, token[child]] = 1.0
                 continue
             q = draft.q[draft.q_row[row]].double().numpy().copy()
-            if way == "without":
+            if way == "without_replacement":
                 q[taken] = 0.0
                 taken.append(token[child])
             probabilities[child] = norm(q)

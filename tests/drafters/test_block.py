@@ -166,7 +166,7 @@ def check(name, target, draft, sequences):
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without", **OPTIONS.get(name, {}))
+    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without_replacement", **OPTIONS.get(name, {}))
 
     def expected(text, path):
         return reference(name, target, text, path)
@@ -180,7 +180,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_only_with_a_markov_head_a_level_depends_on_the_token_above(target, folders, name):
-    proposer = BlockDrafter.load(target, folders[name], tree="2x1", drawn="without")
+    proposer = BlockDrafter.load(target, folders[name], tree="2x1", drawn="without_replacement")
     _, steps = decode(target, proposer, requests(WARM, new=4))
     draft = next(info.draft for info in steps if info.draft.shape.nodes)
     first, second = (draft.q[draft.q_row[row]] for row in draft.shape.children[0])
@@ -199,7 +199,7 @@ def test_the_confidence_head_is_read(target, folders, name):
 @pytest.mark.parametrize("name", ["dspark", "dspark-rnn"])
 @torch.no_grad()
 def test_every_drafted_node_has_the_confidence_of_the_row_that_drafts_it(target, folders, name):
-    proposer, w = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without"), VARIANTS[name][1]
+    proposer, w = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without_replacement"), VARIANTS[name][1]
     _, steps = decode(target, proposer, requests(WARM, new=6))
     compared = 0
     for info in (info for info in steps if info.draft.shape.nodes):
@@ -263,10 +263,10 @@ def test_distributions_are_right_after_rewinds_and_forks_and_forced_tokens_are_c
 
 
 WAYS = [
-    {"tree": TREE, "drawn": "point"},
+    {"tree": TREE, "drawn": "deterministic"},
     {"depth": 4},
-    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
-    {"nodes": 7, "max_depth": 4, "drawn": "without", "temperature": 1.0},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
+    {"nodes": 7, "max_depth": 4, "drawn": "without_replacement", "temperature": 1.0},
 ]
 
 
@@ -285,7 +285,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
-    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]

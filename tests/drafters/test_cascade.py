@@ -53,7 +53,7 @@ INNER = {
     "n-gram": lambda: Ngram(3, 3, 1),
     "n-gram tree": lambda: NgramTree(5, 3, 3, 1),
     "chain": lambda: draft_model("1x1x1", seed=2),
-    "tree": lambda: draft_model("2x2", "without", 1.0, seed=2),
+    "tree": lambda: draft_model("2x2", "without_replacement", 1.0, seed=2),
     "the draft model itself": lambda: draft_model("1x1x1x1"),
     "recycling": lambda: Recycling(61, parse("2x1")),
     "PLD+": lambda: PldPlus(3, -1),
@@ -76,7 +76,7 @@ def cells_are_free(proposer):
 
 
 @pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("drawn", ["iid", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "deterministic"])
 @pytest.mark.each_value
 def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, truth, name, drawn):
     cascaded = cascade(INNER[name](), drawn=drawn)
@@ -84,7 +84,7 @@ def test_greedy_chains_are_the_draft_model_s_whatever_drafts_for_it(target, trut
     reference, others = decode(target, draft_model("1x1x1", drawn), requests())
     assert emitted(group) == emitted(reference) == truth
     assert [info.draft.token.tolist() for info in steps] == [info.draft.token.tolist() for info in others]
-    assert all((info.draft.q is None) == (drawn == "point") for info in steps)
+    assert all((info.draft.q is None) == (drawn == "deterministic") for info in steps)
     assert cells_are_free(cascaded)
 
 
@@ -330,7 +330,7 @@ def test_wrong_options_are_named(target, loaded, inner, options, message):
 
 
 def test_an_inner_tree_that_needs_a_temperature_is_refused_for_chains_of_points(target, loaded):
-    chains = load(target, draft_model("2x1", "without"), drawn="point")
+    chains = load(target, draft_model("2x1", "without_replacement"), drawn="deterministic")
     with pytest.raises(ValueError, match="inner, which drafts for the draft model: at temperature 0"):
         chains.check_sampling(WARM)
-    load(target, draft_model("2x1", "without"), temperature=1.0).check_sampling(COLD)
+    load(target, draft_model("2x1", "without_replacement"), temperature=1.0).check_sampling(COLD)

@@ -32,7 +32,13 @@ from tests.propose.lab import (
 from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
 
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
-KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), ("1x1x1", "point")]
+KINDS = [
+    ("1x1x1x1", "iid"),
+    (TREE, "iid"),
+    (TREE, "without_replacement"),
+    (TREE, "deterministic"),
+    ("1x1x1", "deterministic"),
+]
 
 
 # Tokens ------------------------------------------------------------------------------------------------------------
@@ -40,7 +46,8 @@ KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("tree", "drawn"), [("1x1x1x1", "iid"), ("1x1x1x1", "without"), (TREE, "point"), ("1x1x1", "point")]
+    ("tree", "drawn"),
+    [("1x1x1x1", "iid"), ("1x1x1x1", "without_replacement"), (TREE, "deterministic"), ("1x1x1", "deterministic")],
 )
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, tree, drawn):
     proposer = draft_model(tree, drawn)
@@ -55,7 +62,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, truth, tree, drawn):
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.parametrize(("tree", "drawn"), KINDS[:4])
 def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, drawn, sampling):
-    sampled_tree = tree == TREE and drawn != "point"
+    sampled_tree = tree == TREE and drawn != "deterministic"
     proposer = draft_model(tree, drawn, temperature=1.0 if sampled_tree and sampling == COLD else None)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted)[0])
@@ -77,7 +84,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, sampling, verifi
 
 
 def test_the_draft_s_context_bounds_its_trees(target, truth):
-    proposer = draft_model(TREE, "point", context=16)
+    proposer = draft_model(TREE, "deterministic", context=16)
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     deepest = {}
@@ -113,13 +120,13 @@ def check_distributions(draft, batch, model, draws):
         weights, key, token = next(taken)
         parent = int(shape.parent[row - shape.roots])
         expected = draft.q[draft.q_row[parent]].clone()
-        if draft.drawn == "without":
+        if draft.drawn == "without_replacement":
             expected[earlier.get(parent, [])] = 0
         assert torch.equal(weights, expected)
         assert int(draft.token[row - shape.roots]) == token
         assert key.request == batch.sequences[shape.root[row]].request.id
         earlier.setdefault(parent, []).append(token)
-    if draft.drawn == "without":
+    if draft.drawn == "without_replacement":
         assert all(len(set(siblings)) == len(siblings) for siblings in earlier.values())
 
 
@@ -127,7 +134,9 @@ def check_distributions(draft, batch, model, draws):
 @pytest.mark.parametrize(
     "sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5), COLD]
 )
-@pytest.mark.parametrize(("tree", "drawn"), [("1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), ("4x2", "without")])
+@pytest.mark.parametrize(
+    ("tree", "drawn"), [("1x1x1", "iid"), (TREE, "iid"), (TREE, "without_replacement"), ("4x2", "without_replacement")]
+)
 def test_stated_distributions_are_those_drawn_from(target, tree, drawn, sampling):
     proposer, draws = draft_model(tree, drawn), Recording()
     wanted = [replace(request, sampling=sampling) for request in requests()[:2]] + [
@@ -142,21 +151,21 @@ def test_stated_distributions_are_those_drawn_from(target, tree, drawn, sampling
 
 def test_siblings_beyond_the_support_are_left_out(target):
     support = {}
-    for drawn in ("iid", "without"):
+    for drawn in ("iid", "without_replacement"):
         for name, sampling in {"cold": COLD, "two": Sampling(1.0, top_k=2), "all": WARM}.items():
             proposer = draft_model("4x1", drawn)
             batch = batch_of(target, requests(sampling)[:1], proposer)
             support[drawn, name] = proposer.propose(batch).shape.nodes
     assert support == {
         ("iid", "cold"): 2, ("iid", "two"): 8, ("iid", "all"): 8,
-        ("without", "cold"): 2, ("without", "two"): 4, ("without", "all"): 8,
+        ("without_replacement", "cold"): 2, ("without_replacement", "two"): 4, ("without_replacement", "all"): 8,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("penalty", [1.0, 3.0])
 def test_point_drafts_the_likeliest(target, penalty):
     sampling = Sampling(0.5, top_k=1, repetition_penalty=penalty)
-    proposer = draft_model(TREE, "point")
+    proposer = draft_model(TREE, "deterministic")
     batch = batch_of(target, requests(sampling), proposer)
     draft = proposer.propose(batch)
     assert draft.q is None
@@ -173,7 +182,7 @@ def test_point_drafts_the_likeliest(target, penalty):
 def test_accepted_nodes_are_found_again(target):
     """After a step only tokens that were no computed nodes are computed: the accepted last level and the token after
     it."""
-    proposer = draft_model(TREE, "point", seed=0, num_hidden_layers=2)
+    proposer = draft_model(TREE, "deterministic", seed=0, num_hidden_layers=2)
     lengths = []
     forward = proposer.lm.forward
     proposer.lm.forward = lambda sequences, pending, draft, **timed: (
@@ -198,7 +207,7 @@ def histories(draw):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")])
+@pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "deterministic"), ("1x1x1", "without_replacement")])
 @given(history=histories())
 @settings(max_examples=10)
 def test_distributions_are_right_after_any_history(target, small, tree, drawn, history):
@@ -208,7 +217,7 @@ def test_distributions_are_right_after_any_history(target, small, tree, drawn, h
         draft = proposer.propose(batch)
         for row, _, text, children in expanded(draft, batch.sequences):
             plain = plain_probabilities(proposer.lm.model, text, WARM)
-            if drawn == "point":
+            if drawn == "deterministic":
                 assert children == plain.topk(len(children)).indices.tolist()
             else:
                 torch.testing.assert_close(draft.q[draft.q_row[row]], plain, atol=1e-9, rtol=0)
@@ -252,7 +261,7 @@ def test_a_fork_drafts_after_its_origin_has_closed(target):
 
 @pytest.mark.parametrize("tree", ["1x1", "2x1"])
 def test_calls_of_the_draft_are_timed_with_the_step_and_leave_its_runner_as_it_was(target, tree):
-    proposer = draft_model(tree, "point")
+    proposer = draft_model(tree, "deterministic")
     clock = proposer.lm.clock
     _, steps = decode(target, proposer, requests())
     assert calls(steps[0]) == 2 and all(calls(step) <= 2 for step in steps)
@@ -265,7 +274,7 @@ def test_calls_of_the_draft_are_timed_with_the_step_and_leave_its_runner_as_it_w
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     ("tree", "drawn", "temperature"),
-    [("1x1x1", "iid", None), (TREE, "iid", 0.3), (TREE, "without", 0.3), (TREE, "point", None)],
+    [("1x1x1", "iid", None), (TREE, "iid", 0.3), (TREE, "without_replacement", 0.3), (TREE, "deterministic", None)],
 )
 @pytest.mark.each_value
 def test_nan_logits_end_their_own_request_only(target, truth, bad, tree, drawn, temperature):
@@ -312,7 +321,7 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(target_with_w
     assert (chain.name, chain.drawn, chain.nodes, chain.context) == ("draft_chain", "iid", 3, CONTEXT)
     assert chain.lm.dtype == target_with_words.lm.dtype
     assert chain.facts == {"tree": "0 0.0 0.0.0", "nodes": 3, "temperature": None, "confidence": 0.0}
-    tree = DraftModel.load(target_with_words, path, tree="2x2", drawn="without", temperature=1)
+    tree = DraftModel.load(target_with_words, path, tree="2x2", drawn="without_replacement", temperature=1)
     assert (tree.name, tree.nodes, len(tree.sha256)) == ("draft_tree", 6, 64)
     assert emitted(decode(target_with_words, tree, requests())[0]) == truth
 
@@ -352,14 +361,14 @@ def test_other_tokenizers_are_refused(target_with_words, tmp_path):
         DraftModel.load(target_with_words, str(tmp_path), depth=2)
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
     cold, warm = Sampling(0.0), Sampling(1.0)
     with pytest.raises(ValueError, match=rf"drawn {drawn} .*proposer\.drawn=p"):
         draft_model("2x1", drawn).check_sampling(cold)
     draft_model("2x1", drawn).check_sampling(warm)
     draft_model("2x1", drawn, temperature=1.0).check_sampling(cold)
-    draft_model("2x1", "point").check_sampling(cold)
+    draft_model("2x1", "deterministic").check_sampling(cold)
     draft_model("1x1", drawn).check_sampling(cold)
     with pytest.raises(ValueError, match="shrink the tree"):
         draft_model("2x1", drawn, temperature=0.0).check_sampling(warm)
@@ -376,7 +385,7 @@ def sureness(proposer, sequences, draft):
     return likeliest
 
 
-@pytest.mark.parametrize("drawn", ["iid", "point", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "deterministic", "without_replacement"])
 def test_an_unsure_token_ends_its_path(target, drawn):
     proposer = draft_model("2x2x1", drawn)
     batch = batch_of(target, requests(WARM), proposer)

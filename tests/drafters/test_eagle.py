@@ -86,7 +86,7 @@ def reference(name, target, text, path):
 @torch.no_grad()
 @pytest.mark.one_in(9)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without")
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without_replacement")
 
     def expected(text, path):
         return reference(name, target, text, path)
@@ -96,11 +96,11 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
 
 WAYS = [
-    {"tree": TREE, "drawn": "point"},
+    {"tree": TREE, "drawn": "deterministic"},
     {"depth": 4},
-    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
-    {"nodes": 7, "drawn": "without", "temperature": 1.0},
-    {"nodes": 7, "drawn": "point", "dtype": "bfloat16"},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
+    {"nodes": 7, "drawn": "without_replacement", "temperature": 1.0},
+    {"nodes": 7, "drawn": "deterministic", "dtype": "bfloat16"},
 ]
 
 
@@ -118,7 +118,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-two-layers-all-tokens", "eagle3-every-flag"])
 def test_a_head_may_have_another_dtype_than_the_target(target, folders, name):
-    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", dtype="float32")
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without_replacement", dtype="float32")
     assert proposer.facts["dtype"] == "float32" and target.lm.dtype == torch.float64
     assert {parameter.dtype for parameter in proposer.network.parameters()} == {torch.float32}
 
@@ -154,7 +154,7 @@ def test_nothing_is_drafted_below_several_pending_tokens_and_drafting_resumes_af
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
-    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
@@ -165,7 +165,7 @@ def test_the_formats_of_one_head_draft_the_same(target, tmp_path):
     official = written(tmp_path / "official", config, tensors)
     other = written(tmp_path / "speculators", *speculators(config, tensors))
     texts = [
-        emitted(decode(target, eagle.load(target, path, tree=TREE, drawn="without"), requests(WARM))[0])
+        emitted(decode(target, eagle.load(target, path, tree=TREE, drawn="without_replacement"), requests(WARM))[0])
         for path in (official, other)
     ]
     assert texts[0] == texts[1]

@@ -260,7 +260,9 @@ def reference(target, drawn, text, path):
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_drafts_what_the_reference_of_its_head_drafts(target, tmp_path, caplog, name):
     head = CASES[name]
-    proposer = eagle.load(target, written(tmp_path, *head.written), tree=TREE, drawn="without", **head.options)
+    proposer = eagle.load(
+        target, written(tmp_path, *head.written), tree=TREE, drawn="without_replacement", **head.options
+    )
     guessed = [convention for convention, reading in proposer.reading.conventions.items() if reading.source == "guess"]
     assert sorted(guessed) == sorted(head.warns) and len(caplog.messages) == len(head.warns)
     assert all(proposer.reading.values[option] == value for option, value in head.options.items())

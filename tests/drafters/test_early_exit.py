@@ -37,10 +37,10 @@ TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
 PLANS = {
     "chain": TreePlan(parse("1x1x1x1")),
     "confident": TreePlan(parse("1x1x1x1"), confidence=0.3),
-    "tree": TreePlan(parse(TREE), "point"),
-    "sampled tree": TreePlan(parse(TREE), "without", 1.0),
-    "best first": TreePlan(drawn="point", budget=Budget(6, 2, 3, 2)),
-    "reranked": TreePlan(drawn="point", budget=Budget(5, 3, 3, 3, rerank=True)),
+    "tree": TreePlan(parse(TREE), "deterministic"),
+    "sampled tree": TreePlan(parse(TREE), "without_replacement", 1.0),
+    "best first": TreePlan(drawn="deterministic", budget=Budget(6, 2, 3, 2)),
+    "reranked": TreePlan(drawn="deterministic", budget=Budget(5, 3, 3, 3, rerank=True)),
 }
 LAYERS = 4
 
@@ -85,7 +85,7 @@ def test_other_families_do_as_well(family):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_stated_distributions_are_those_of_the_first_layers(target, layers, drawn):
     proposer = early_exit(target, TreePlan(parse("2x1x1"), drawn), layers)
@@ -225,14 +225,14 @@ def test_a_drafter_gets_the_exit_states_of_every_row_and_position(target, truth,
 
 def test_options_are_checked(target):
     assert EarlyExit.load(target, depth=3).layers == 1
-    proposer = EarlyExit.load(target, 3, tree="2x1", drawn="point")
+    proposer = EarlyExit.load(target, 3, tree="2x1", drawn="deterministic")
     assert proposer.facts["layers"] == 3 and proposer.facts["of_layers"] == LAYERS
     assert proposer.requires == Requires(abilities=frozenset({"layer_ranges"}))
     for layers, why in ((4, "at most 3"), (0, "1 or more"), (True, "whole number"), (1.5, "whole number")):
         with pytest.raises(ValueError, match=f"layers must be .*{why}"):
             EarlyExit.load(target, layers, depth=3)
     with pytest.raises(ValueError, match="does not fit a vocabulary"):
-        EarlyExit.load(target, 1, tree="62", drawn="point")
+        EarlyExit.load(target, 1, tree="62", drawn="deterministic")
     with pytest.raises(Unsupported, match="single layer"):
         EarlyExit.load(tiny_target(num_hidden_layers=1), depth=3)
 

@@ -64,7 +64,9 @@ def test_packed_heads_draft_as_heads_that_are_not(folders, name):
     runs = []
     for dtype in (torch.float32, torch.float64):
         target = tiny_target(dtype=dtype)
-        group, steps = decode(target, Hydra.load(target, folders[name], tree=TREE, drawn="point"), requests(new=12))
+        group, steps = decode(
+            target, Hydra.load(target, folders[name], tree=TREE, drawn="deterministic"), requests(new=12)
+        )
         runs.append((emitted(group), [info.draft.token.tolist() for info in steps]))
     assert runs[0] == runs[1] and sum(map(len, runs[0][1])) > 40
 
@@ -98,7 +100,7 @@ def reference(name, target, computed, after, taps=(-1,), lm_head="own"):
 @torch.no_grad()
 @pytest.mark.one_in(3)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without")
+    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without_replacement")
 
     def expected(text, path):
         return reference(name, target, text[:-1], [*text[-1:], *path])
@@ -110,10 +112,10 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 @pytest.mark.parametrize("name", BOTH)
 @torch.no_grad()
 def test_the_last_state_and_the_lm_head_are_readings(target, folders, name):
-    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without")
+    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without_replacement")
     assert proposer.reading.values == {"taps": [-1], "lm_head": "own"} and proposer.facts["reading"]
     assert [(name, value) for name, _, value in proposer.reading.others] == [("taps", [2]), ("lm_head", "target")]
-    other = Hydra.load(target, folders[name], tree=TREE, drawn="without", taps=[2], lm_head="target")
+    other = Hydra.load(target, folders[name], tree=TREE, drawn="without_replacement", taps=[2], lm_head="target")
 
     def expected(text, path):
         return reference(name, target, text[:-1], [*text[-1:], *path], (2,), "target")
@@ -131,10 +133,10 @@ def test_heads_without_lm_heads_leave_only_the_last_state_open(target, folders):
 
 
 WAYS = [
-    {"tree": TREE, "drawn": "point"},
+    {"tree": TREE, "drawn": "deterministic"},
     {"depth": 4},
-    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
-    {"nodes": 7, "max_depth": 4, "drawn": "without", "temperature": 1.0},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
+    {"nodes": 7, "max_depth": 4, "drawn": "without_replacement", "temperature": 1.0},
 ]
 
 
@@ -153,7 +155,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
-    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    proposer = Hydra.load(target, folders[name], tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
@@ -183,7 +185,7 @@ def agree(name, target, draft, batch):
 @torch.no_grad()
 def test_below_several_pending_tokens_drafting_begins_with_a_later_head(target, folders, name, options):
     """In one batch with a prompt that is not yet computed, and with more pending tokens than there are heads."""
-    proposer = Hydra.load(target, folders[name], drawn="without", **options)
+    proposer = Hydra.load(target, folders[name], drawn="without_replacement", **options)
     batch = batch_of(target, requests(WARM, prompts=(*PROMPTS, PROMPTS[0], PROMPTS[1], PROMPTS[2])), proposer)
     fresh = batch.sequences.pop()
     computed(target, proposer, batch)
@@ -197,7 +199,7 @@ def test_below_several_pending_tokens_drafting_begins_with_a_later_head(target, 
 @torch.no_grad()
 def test_a_fork_and_a_rewound_sequence_draft_from_their_own_last_position(target, folders, name):
     """Also where drafting has happened before, so that the prefix layer has read all positions."""
-    proposer = Hydra.load(target, folders[name], tree="2x1x1", drawn="without")
+    proposer = Hydra.load(target, folders[name], tree="2x1x1", drawn="without_replacement")
     batch = batch_of(target, requests(WARM, prompts=PROMPTS[:1]), proposer)
     seq = batch.sequences[0]
     computed(target, proposer, batch)
@@ -221,7 +223,7 @@ def test_a_fork_and_a_rewound_sequence_draft_from_their_own_last_position(target
 
 @torch.no_grad()
 def test_what_the_prefix_layer_read_of_removed_tokens_is_forgotten_though_nothing_is_drafted_at_once(target, folders):
-    proposer = Hydra.load(target, folders["prefix"], tree="2x1", drawn="without")
+    proposer = Hydra.load(target, folders["prefix"], tree="2x1", drawn="without_replacement")
     batch = batch_of(target, requests(WARM, prompts=PROMPTS[:1]), proposer)
     sequence = batch.sequences[0]
     computed(target, proposer, batch)
@@ -330,7 +332,7 @@ def test_a_prefix_layer_for_a_target_without_a_config_of_transformers_needs_its_
     bare = replace(target, lm=lm, parts=target.services)
     config, tensors = hydra(H, VOCABULARY, prefix=True, sizes=(2, 1, 4), inner=8)
     with pytest.raises(Unsupported, match="prefix_layer_config"):
-        Hydra.load(bare, written(tmp_path / "without", config, tensors), depth=2)
+        Hydra.load(bare, written(tmp_path / "without_replacement", config, tensors), depth=2)
     config["prefix_layer_config"] = small_layer(H)
     assert Hydra.load(bare, written(tmp_path / "with", config, tensors), depth=2).facts["head_arch"] == "prefix-mlp"
 
@@ -346,7 +348,7 @@ def test_what_the_prefix_layer_does_not_read_may_be_in_the_file(target, tmp_path
     ({"depth": 5}, "depth"),
     ({"tree": "0 0.0 0.0.0 0.0.0.0 0.0.0.0.0"}, "tree"),
     ({"nodes": 9, "max_depth": 5}, "max_depth"),
-    ({"nodes": 9, "rerank": True, "drawn": "point"}, "max_depth"),
+    ({"nodes": 9, "rerank": True, "drawn": "deterministic"}, "max_depth"),
 ])  # fmt: skip
 def test_a_plan_with_more_levels_than_heads_is_refused(target, folders, options, named):
     with pytest.raises(ValueError, match=rf"{named}.* levels.* only 4 Hydra heads"):

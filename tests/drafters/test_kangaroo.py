@@ -152,7 +152,9 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
     target, tmp_path, exit_layer, layers
 ):
     config, w = adapter(H, exit_layer, layers)
-    proposer = kangaroo.load(target, written(tmp_path, config, w), depth=None, tree=TREE, drawn="without", confidence=0)
+    proposer = kangaroo.load(
+        target, written(tmp_path, config, w), depth=None, tree=TREE, drawn="without_replacement", confidence=0
+    )
     expected = reference(target, w, exit_layer)
     compared, rejections = compare_stated(target, proposer, requests(WARM, new=14), expected)
     assert compared > 50 and rejections > 5
@@ -160,9 +162,9 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
 
 @pytest.mark.parametrize("options", [
-    {"depth": 6, "confidence": 0.6}, {"tree": TREE, "drawn": "point"},
-    {"nodes": 7, "drawn": "without", "temperature": 1.0},
-    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
+    {"depth": 6, "confidence": 0.6}, {"tree": TREE, "drawn": "deterministic"},
+    {"nodes": 7, "drawn": "without_replacement", "temperature": 1.0},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
 ], ids=str)  # fmt: skip
 def test_greedy_drafting_emits_the_target_s_tokens(target, tmp_path, options):
     proposer = kangaroo.load(target, written(tmp_path, *adapter(H, 2)), **options)
@@ -175,7 +177,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, tmp_path, options):
 @pytest.mark.parametrize("sampling", [COLD, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 def test_a_batch_decodes_as_its_requests_alone(target, tmp_path, sampling):
     folder = written(tmp_path, *adapter(H, 1))
-    proposer = kangaroo.load(target, folder, tree=TREE, drawn="without", temperature=1.0)
+    proposer = kangaroo.load(target, folder, tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]

@@ -68,7 +68,7 @@ def reference(name, w, model, text, path):
 @torch.no_grad()
 @pytest.mark.one_in(3)
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, made, folders, name):
-    proposer = mtp.load(target, folders[name], tree=TREE, drawn="without")
+    proposer = mtp.load(target, folders[name], tree=TREE, drawn="without_replacement")
 
     def expected(text, path):
         return reference(name, made[name][1], target.lm.model, text, path)
@@ -79,8 +79,9 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
 @pytest.mark.parametrize("name", ["deepseek", "qwen-three-modules"])
 @pytest.mark.parametrize("options", [
-    {"depth": 4}, {"tree": TREE, "drawn": "point"}, {"nodes": 7, "drawn": "without", "temperature": 1.0},
-    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
+    {"depth": 4}, {"tree": TREE, "drawn": "deterministic"},
+    {"nodes": 7, "drawn": "without_replacement", "temperature": 1.0},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
 ], ids=str)  # fmt: skip
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
@@ -95,7 +96,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
 @pytest.mark.parametrize("name", ["deepseek-two-modules", "qwen"])
 @pytest.mark.parametrize("sampling", [COLD, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
-    proposer = mtp.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    proposer = mtp.load(target, folders[name], tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
@@ -152,7 +153,7 @@ def test_modules_in_the_target_s_checkpoint_are_left_out_of_the_target_and_draft
         return reference(name, w, target.lm.model, text, path)
 
     for path in (None, str(folder)):
-        proposer = mtp.load(target, path, tree=TREE, drawn="without")
+        proposer = mtp.load(target, path, tree=TREE, drawn="without_replacement")
         assert proposer.sha256 == target.sha256
         assert compare_stated(target, proposer, requests(WARM, new=14), expected)[0] > 50
 
@@ -219,7 +220,7 @@ def test_modules_of_other_families_agree_with_transformers_layers(tmp_path, fami
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
     lm = CausalLM(model, "dense" if family == "deepseek_v3" else "spans")
     target = Target(lm, None, str(folder), CONTEXT, "0" * 64, 0.0)
-    proposer = mtp.load(target, tree=TREE, drawn="without")
+    proposer = mtp.load(target, tree=TREE, drawn="without_replacement")
     layer = source.model.layers[DEPTH]
     source.config._attn_implementation = source.config._experts_implementation = "eager"
 

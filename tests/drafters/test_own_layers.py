@@ -24,8 +24,8 @@ from tests.propose.lab import cascade, decode, emitted, requests
 from tests.tiny import CONTEXT, tiny_model, tiny_target
 
 H, LAYERS = 32, 4
-CHAIN, TREE = TreePlan(parse("1x1x1")), TreePlan(parse("2x1"), "point")
-RERANKED = TreePlan(drawn="point", budget=Budget(3, 3, 3, 3, rerank=True))
+CHAIN, TREE = TreePlan(parse("1x1x1")), TreePlan(parse("2x1"), "deterministic")
+RERANKED = TreePlan(drawn="deterministic", budget=Budget(3, 3, 3, 3, rerank=True))
 SUBLAYERS = tuple(Sublayer(kind, layer) for layer in (1, 2) for kind in ("attn", "mlp"))
 
 

@@ -49,7 +49,7 @@ def levels(proposer, text, depth):
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, variant):
-    proposer = pard(*VARIANTS[variant], tree=TREE, drawn="without")
+    proposer = pard(*VARIANTS[variant], tree=TREE, drawn="without_replacement")
 
     def each(info):
         assert calls(info) <= 1
@@ -63,7 +63,7 @@ def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rej
 
 
 def test_every_row_of_a_level_states_the_same_distribution(target):
-    proposer = pard(nodes=12, children=3, width=2, max_depth=3, drawn="without")
+    proposer = pard(nodes=12, children=3, width=2, max_depth=3, drawn="without_replacement")
     draft = proposer.propose(batch_of(target, requests(WARM), proposer))
     shape = draft.shape
     for tree in range(3):
@@ -74,10 +74,10 @@ def test_every_row_of_a_level_states_the_same_distribution(target):
 
 
 WAYS = [
-    {"tree": TREE, "drawn": "point"},
+    {"tree": TREE, "drawn": "deterministic"},
     {"depth": 4},
-    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
-    {"nodes": 7, "drawn": "without", "temperature": 1.0},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
+    {"nodes": 7, "drawn": "without_replacement", "temperature": 1.0},
 ]
 
 
@@ -92,7 +92,7 @@ def test_greedy_drafting_emits_the_target_s_tokens_with_one_forward_a_step(targe
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 def test_a_batch_decodes_as_its_requests_alone(target, sampling):
-    proposer = pard(tree=TREE, drawn="without", temperature=1.0)
+    proposer = pard(tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=12)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]
@@ -157,7 +157,7 @@ def target_with_words(target):
 
 def test_a_checkpoint_names_its_mask_token(target_with_words, truth, tmp_path):
     path = saved(tmp_path, pard_token=VOCABULARY)
-    proposer = Pard.load(target_with_words, path, tree="2x2", drawn="point")
+    proposer = Pard.load(target_with_words, path, tree="2x2", drawn="deterministic")
     assert (proposer.name, proposer.nodes, proposer.context, len(proposer.sha256)) == ("pard", 6, CONTEXT, 64)
     assert proposer.facts["mask_token"] == VOCABULARY
     assert emitted(decode(target_with_words, proposer, requests())[0]) == truth

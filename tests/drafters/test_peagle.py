@@ -76,7 +76,9 @@ def reference(name, target, text, path):
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
-    proposer = PEagleDrafter.load(target, folders[name], tree=TREE, drawn="without", **OPTIONS.get(name, {}))
+    proposer = PEagleDrafter.load(
+        target, folders[name], tree=TREE, drawn="without_replacement", **OPTIONS.get(name, {})
+    )
 
     def expected(text, path):
         return reference(name, target, text, path)
@@ -118,8 +120,8 @@ def test_the_reading_of_a_head_is_recorded_and_each_of_its_values_is_an_option(t
 WAYS = [
     {"depth": 4},
     {"depth": 1},
-    {"tree": TREE, "drawn": "point"},
-    {"nodes": 7, "max_depth": 4, "drawn": "without", "temperature": 1.0},
+    {"tree": TREE, "drawn": "deterministic"},
+    {"nodes": 7, "max_depth": 4, "drawn": "without_replacement", "temperature": 1.0},
 ]
 
 
@@ -133,7 +135,7 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, options):
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
 @pytest.mark.each_value
 def test_a_batch_decodes_as_its_requests_alone(target, folders, sampling):
-    proposer = PEagleDrafter.load(target, folders["windows"], tree=TREE, drawn="without", temperature=1.0)
+    proposer = PEagleDrafter.load(target, folders["windows"], tree=TREE, drawn="without_replacement", temperature=1.0)
     wanted = requests(sampling, new=10)
     together = emitted(decode(target, proposer, wanted, Traversal())[0])
     assert together == [emitted(decode(target, proposer, [request], Traversal())[0])[0] for request in wanted]

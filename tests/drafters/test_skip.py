@@ -43,9 +43,9 @@ from tests.tiny import tiny_target
 LAYERS = 4
 PLANS = {
     "chain": TreePlan(parse("1x1x1")),
-    "tree": TreePlan(parse("2x2x1"), "point"),
-    "sampled tree": TreePlan(parse("2x1x1"), "without", 1.0),
-    "best first": TreePlan(drawn="point", budget=Budget(6, 2, 3, 2)),
+    "tree": TreePlan(parse("2x2x1"), "deterministic"),
+    "sampled tree": TreePlan(parse("2x1x1"), "without_replacement", 1.0),
+    "best first": TreePlan(drawn="deterministic", budget=Budget(6, 2, 3, 2)),
 }
 INNER = tuple(Sublayer(kind, layer) for layer in (1, 2) for kind in ("attn", "mlp"))
 SETS = {
@@ -216,7 +216,7 @@ def test_a_try_that_fails_leaves_no_fork(target, monkeypatch):
     assert not target.lm.cells.references.any()
 
 
-RERANKED = TreePlan(drawn="point", budget=Budget(3, 3, 3, 3, rerank=True))
+RERANKED = TreePlan(drawn="deterministic", budget=Budget(3, 3, 3, 3, rerank=True))
 
 
 @pytest.mark.one_in(2)

@@ -37,7 +37,7 @@ def pairs(tmp_path_factory):
 
 def loaded(pair, **options):
     target, path = pair
-    return DraftModel.load(target, path, vocabularies="strings", **{"drawn": "point"} | options)
+    return DraftModel.load(target, path, vocabularies="strings", **{"drawn": "deterministic"} | options)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -148,7 +148,7 @@ def test_few_shared_tokens_suffice(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drawn": "iid", "depth": 2}, r"drawn is iid: set proposer\.drawn=point"),
+        ({"drawn": "iid", "depth": 2}, r"drawn is iid: set proposer\.drawn=deterministic"),
         ({"tokens": 9, "depth": 2}, r"tokens is 9: set proposer\.tokens=null"),
         ({"tree": "400x1"}, r"does not fit a vocabulary"),
     ],

@@ -127,7 +127,7 @@ def test_a_draft_model_computes_the_kept_rows_only(texts, tmp_path, kind):
     folder, tokens = draft_folder(tmp_path, vocab_size=texts.vocabulary), f"{tmp_path / 'counts.txt'}:40"
     (tmp_path / "counts.txt").write_text("".join(f"{token} {token % 97}\n" for token in range(texts.vocabulary)))
     load = DraftModel.load
-    options = {"tree": "2x1", "drawn": "without", "temperature": 1.0} if kind == "tree" else {"depth": 3}
+    options = {"tree": "2x1", "drawn": "without_replacement", "temperature": 1.0} if kind == "tree" else {"depth": 3}
     if kind == "PARD":
         load, options = Pard.load, {"depth": 3, "mask_token": 7}
     cut, whole = load(texts, folder, tokens=tokens, **options), load(texts, folder, **options)
@@ -197,4 +197,6 @@ def test_a_head_that_drafts_none_of_the_tokens_is_refused(target, folders, tmp_p
 def test_a_tree_wider_than_what_is_left_is_refused(target, folders, tmp_path):
     (tmp_path / "tokens").write_text("3\n5\n")
     with pytest.raises(WrongOption, match="vocabulary of 2"):
-        eagle.load(target, folders["EAGLE-3 with a table"], tree="3x1", drawn="point", tokens=str(tmp_path / "tokens"))
+        eagle.load(
+            target, folders["EAGLE-3 with a table"], tree="3x1", drawn="deterministic", tokens=str(tmp_path / "tokens")
+        )

@@ -113,10 +113,10 @@ def compare(pair, proposer, draft, before, sampling):
 
 WAYS = {
     "chain": {"depth": 3},
-    "tree without": {"depth": None, "tree": TREE, "drawn": "without", "temperature": 1.0},
+    "tree without": {"depth": None, "tree": TREE, "drawn": "without_replacement", "temperature": 1.0},
     "tree iid": {"depth": None, "tree": TREE, "drawn": "iid", "temperature": 1.5},
     "gumbel": {"depth": 3, "drawn": "gumbel"},
-    "best first": {"depth": None, "nodes": 7, "drawn": "without", "temperature": 1.0},
+    "best first": {"depth": None, "nodes": 7, "drawn": "without_replacement", "temperature": 1.0},
 }
 
 
@@ -180,10 +180,10 @@ def test_distributions_are_right_after_any_history(pairs, name, history):
 
 GREEDY = [
     {"depth": 4},
-    {"depth": 4, "drawn": "point", "confidence": 0.1},
-    {"depth": None, "tree": TREE, "drawn": "point"},
-    {"depth": None, "nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
-    {"depth": None, "nodes": 7, "drawn": "without", "temperature": 1.0},
+    {"depth": 4, "drawn": "deterministic", "confidence": 0.1},
+    {"depth": None, "tree": TREE, "drawn": "deterministic"},
+    {"depth": None, "nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "deterministic"},
+    {"depth": None, "nodes": 7, "drawn": "without_replacement", "temperature": 1.0},
 ]
 
 
@@ -294,7 +294,7 @@ def test_a_long_text_is_read_in_pieces_that_later_tokens_never_change(name, text
 
 
 def test_only_what_is_tokenized_otherwise_is_computed_again(pairs):
-    proposer, lengths = loaded(pairs["bytes, bytes"], drawn="point"), []
+    proposer, lengths = loaded(pairs["bytes, bytes"], drawn="deterministic"), []
     forward, read = proposer.lm.forward, proposer.vocabularies.read
 
     def counted(sequences, pending, draft, **timed):
@@ -320,7 +320,7 @@ def test_accepted_nodes_are_found_again(pairs):
     """Where the text is tokenized as it was drafted, only the last level and the token after it are computed."""
     target, lengths = pairs["bytes, bytes"][0], []
     for text in (*TEXTS, "It", "the", "thing"):
-        proposer = loaded(pairs["bytes, bytes"], drawn="point")
+        proposer = loaded(pairs["bytes, bytes"], drawn="deterministic")
         forward, nodes, read = proposer.lm.forward, proposer.vocabularies.nodes, proposer.vocabularies.read
         batch = batch_of(target, requests(WARM, 30, [PROSE_BYTES(text)["input_ids"]]), proposer)
         sequence, before = batch.sequences[0], read(batch.sequences[0].tokens)

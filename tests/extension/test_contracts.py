@@ -85,7 +85,7 @@ def feature_trees(target):
 
 
 def eagle1(target):
-    return eagle(EagleSettings(small_layer(16), 16, V), target, TreePlan(parse("0 1 0.0"), "point"))
+    return eagle(EagleSettings(small_layer(16), 16, V), target, TreePlan(parse("0 1 0.0"), "deterministic"))
 
 
 def eagle3(target):
@@ -95,12 +95,12 @@ def eagle3(target):
 
 def eagle3_tree(target):
     settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V)
-    return eagle(settings, target, TreePlan(parse("0 1"), "without"))
+    return eagle(settings, target, TreePlan(parse("0 1"), "without_replacement"))
 
 
 def eagle3_reranked(target):
     settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, norm_output="feedback")
-    return eagle(settings, target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 2, rerank=True)))
+    return eagle(settings, target, TreePlan(drawn="deterministic", budget=Budget(3, 2, 2, 2, rerank=True)))
 
 
 def eagle(settings, target, plan):
@@ -114,7 +114,9 @@ def medusa(target):
 
 def hydra(target):
     return Hydra(
-        random_network(HydraHeads(HydraSettings(16, V, 4, 2)), target), target, TreePlan(parse("0 1 0.0"), "point")
+        random_network(HydraHeads(HydraSettings(16, V, 4, 2)), target),
+        target,
+        TreePlan(parse("0 1 0.0"), "deterministic"),
     )
 
 
@@ -126,13 +128,13 @@ def hydra_prefix(target):
 def hydra_best_first(target):
     settings = HydraSettings(16, V, 2, prefix=small_layer(16))
     return Hydra(
-        random_network(HydraHeads(settings), target), target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1))
+        random_network(HydraHeads(settings), target), target, TreePlan(drawn="deterministic", budget=Budget(3, 2, 2, 1))
     )
 
 
 def mtp_tree(target):
     settings = MtpSettings(small_layer(16), 16, V)
-    return mtp(settings, target, TreePlan(parse("0 1 0.0"), "point"))
+    return mtp(settings, target, TreePlan(parse("0 1 0.0"), "deterministic"))
 
 
 def mtp_modules(target):
@@ -146,7 +148,7 @@ def mtp(settings, target, plan):
 
 
 def block(target):
-    return block_drafter(target, TreePlan(parse("0 1 0.0"), "point"), block_size=3)
+    return block_drafter(target, TreePlan(parse("0 1 0.0"), "deterministic"), block_size=3)
 
 
 def block_markov(target):
@@ -165,7 +167,7 @@ def pard(target):
 
 
 def pard_tree(target):
-    return masked(target, TreePlan(parse("0 1 0.0"), "point"))
+    return masked(target, TreePlan(parse("0 1 0.0"), "deterministic"))
 
 
 def masked(target, plan):
@@ -176,7 +178,7 @@ def masked(target, plan):
 
 def peagle(target):
     settings = PEagleSettings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, mask_token=V - 1)
-    return PEagleDrafter(random_network(PEagle(settings), target), target, TreePlan(parse("0 1 0.0"), "point"))
+    return PEagleDrafter(random_network(PEagle(settings), target), target, TreePlan(parse("0 1 0.0"), "deterministic"))
 
 
 def pld_plus(target):
@@ -189,7 +191,7 @@ def shared(target):
 
 
 def shared_tree(target):
-    return of_shared_tokens(target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1)))
+    return of_shared_tokens(target, TreePlan(drawn="deterministic", budget=Budget(3, 2, 2, 1)))
 
 
 def of_shared_tokens(target, plan):
@@ -225,11 +227,11 @@ def stopped(target):
 
 
 def early_exit(target):
-    return EarlyExit(target.lm, 1, TreePlan(parse("0 1 0.0"), "point"))
+    return EarlyExit(target.lm, 1, TreePlan(parse("0 1 0.0"), "deterministic"))
 
 
 def early_exit_tree(target):
-    return EarlyExit(target.lm, 2, TreePlan(parse("0 1"), "without"))
+    return EarlyExit(target.lm, 2, TreePlan(parse("0 1"), "without_replacement"))
 
 
 def early_exit_best_first(target):
@@ -237,11 +239,11 @@ def early_exit_best_first(target):
 
 
 def kangaroo(target):
-    return adapted(target, TreePlan(parse("0 1 0.0"), "point"), layers=2)
+    return adapted(target, TreePlan(parse("0 1 0.0"), "deterministic"), layers=2)
 
 
 def kangaroo_tree(target):
-    return adapted(target, TreePlan(parse("0 1"), "without"))
+    return adapted(target, TreePlan(parse("0 1"), "without_replacement"))
 
 
 def kangaroo_confident(target):
@@ -262,7 +264,7 @@ def early_exit_union(target):
 def skip(target):
     """Without the attention of layer 1 and the MLP of layer 2."""
     skipped = frozenset({Sublayer("attn", 1), Sublayer("mlp", 2)})
-    return Skip(target.lm, TreePlan(parse("0 1 0.0"), "point"), skipped)
+    return Skip(target.lm, TreePlan(parse("0 1 0.0"), "deterministic"), skipped)
 
 
 def skip_searched(target):

@@ -94,7 +94,7 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_
 def test_a_verifier_that_does_not_support_the_drafts_is_refused_by_name(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=kseq")
     assert code == 1
-    assert re.search("verifier 'kseq'.*iid.*proposer 'bigram'.*'point'", errors)
+    assert re.search("verifier 'kseq'.*iid.*proposer 'bigram'.*'deterministic'", errors)
 
 
 def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_cli, tmp_path):
@@ -208,7 +208,7 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
     assert pair["exact"]["instances"] == sum(instance.chain for instance in every_instance())
-    assert "bigram (point), straight: chains only" in output
+    assert "bigram (deterministic), straight: chains only" in output
 
 
 @pytest.mark.nightly
@@ -217,7 +217,7 @@ def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behi
     code, output, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
-    assert "FAILS: bigram (point), careless: after [" in output
+    assert "FAILS: bigram (deterministic), careless: after [" in output
 
 
 @pytest.mark.nightly

@@ -33,7 +33,7 @@ from tests.tiny import CONTEXT
 
 PROMPTS = ((3, 14, 15, 9, 26, 5, 35, 8, 9), (2, 7, 18), (31, 41, 5, 9, 2, 6), (8,))
 NEW = 16
-TREES = TreePlan(parse("2x2x1"), "point")
+TREES = TreePlan(parse("2x2x1"), "deterministic")
 WITHOUT_LAYER_RANGES = {
     "gemma4_text with shared keys and values": "share keys and values",
     "longcat_flash": "not one list",

@@ -75,7 +75,7 @@ def test_greedy_output_is_that_of_the_quantized_model(source, option, proposer):
     made = {
         "ngram": lambda: Ngram.load(target, depth=4),
         "chain": lambda: DraftModel.load(target, str(source), depth=3),
-        "tree": lambda: DraftModel.load(target, str(source), tree=TREE, drawn="point"),
+        "tree": lambda: DraftModel.load(target, str(source), tree=TREE, drawn="deterministic"),
     }[proposer]()
     truth, _ = decoded(target, Null.load(target), Token(), requests(), 1)
     outputs, accepted = decoded(target, made, Token(), requests(), 4)

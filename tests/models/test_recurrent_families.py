@@ -43,7 +43,7 @@ class Foretold(Proposer):
 
     future: list[list[int]]  # of each request
     name: str = "foretold"
-    drawn: str = "point"
+    drawn: str = "deterministic"
     nodes: int = DEPTH
     branches: bool = False
 

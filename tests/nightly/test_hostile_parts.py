@@ -81,7 +81,7 @@ def drafted(**options: Any) -> Any:
 def as_tree(choices: Any) -> None:
     """Decode with a tree, unless it is wider than the vocabulary or deeper than the model's context."""
     if width_of(choices) <= len(TOKENS) and len(choices) <= 128:
-        decoded(drafted(tree=choices, drawn="point"), Match())
+        decoded(drafted(tree=choices, drawn="deterministic"), Match())
 
 
 SAMPLING = [

@@ -143,7 +143,7 @@ def test_forks_learn_separately_and_the_run_s_store_is_forgotten(target):
 
 
 def test_it_declares_what_the_proposer_does_and_records_the_policy(target):
-    proposer = draft_model("2x1", "without")
+    proposer = draft_model("2x1", "without_replacement")
     adaptive = adapt(proposer, Threshold(AdaEdl(), 0.3))
     for name in ("name", "drawn", "nodes", "branches", "requires", "sha256"):
         assert getattr(adaptive, name) == getattr(proposer, name)
@@ -167,7 +167,7 @@ def test_pairs_that_do_not_fit_are_refused(target, truth):
     confident = draft_model("1x1")
     confident.plan = replace(confident.plan, confidence=0.4)
     reranked = draft_model("1x1")
-    reranked.plan = TreePlan((), "point", budget=Budget(4, rerank=True))
+    reranked.plan = TreePlan((), "deterministic", budget=Budget(4, rerank=True))
     for proposer, policy, why in (
         (Ngram(3, 2, 1), stops, "does not ask it"),
         (confident, stops, "proposer.confidence=0.4"),

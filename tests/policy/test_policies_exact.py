@@ -52,11 +52,11 @@ POLICIES = {
 """With values that cut no draft of three tokens, or no toy draft at all."""
 PROPOSERS = {
     "chain": draft_model("1x1", "iid"),
-    "tree": draft_model("2x1", "without"),
+    "tree": draft_model("2x1", "without_replacement"),
     "best first": draft_model(drawn="iid", budget=Budget(3)),
-    "early exit": early_exit("2x1", "without"),
-    "Kangaroo": kangaroo("2x1", "without"),
-    "skipped MLP": skip("2x1", "without"),
+    "early exit": early_exit("2x1", "without_replacement"),
+    "Kangaroo": kangaroo("2x1", "without_replacement"),
+    "skipped MLP": skip("2x1", "without_replacement"),
 }
 
 
@@ -98,7 +98,9 @@ def test_a_policy_of_parts_is_exact():
     arms = (Limit(2, part="0"), Limit(2, part="1"))
     bandit = Bandit(arms, {"0": COSTS, "1": COSTS}, Rewards.none(2))
     require_exact(
-        prove(adapt(best_of(draft_model("1x1", "iid"), draft_model("2x1", "without")), bandit), Token(), QUICK)
+        prove(
+            adapt(best_of(draft_model("1x1", "iid"), draft_model("2x1", "without_replacement")), bandit), Token(), QUICK
+        )
     )
 
 

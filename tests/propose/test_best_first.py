@@ -39,7 +39,7 @@ from tests.propose.lab import (
 from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
 
 V = 7
-WAYS = ("iid", "without", "point")
+WAYS = ("iid", "without_replacement", "deterministic")
 EACH_WAY = pytest.mark.parametrize("drawn", WAYS)
 
 
@@ -54,12 +54,12 @@ def sampled(weights, uniform):
 
 def children_of(p, drawn, count, uniforms):
     """The tokens drawn from p (a list), in order."""
-    if drawn == "point":
+    if drawn == "deterministic":
         return [token for token in sorted(range(len(p)), key=lambda token: -p[token])[:count] if p[token]]
     tokens, left, support = [], list(p), sum(mass > 0 for mass in p)
-    for uniform in uniforms[: min(count, support)] if drawn == "without" or support == 1 else uniforms:
+    for uniform in uniforms[: min(count, support)] if drawn == "without_replacement" or support == 1 else uniforms:
         tokens.append(sampled(left, uniform))
-        if drawn == "without":
+        if drawn == "without_replacement":
             left[tokens[-1]] = 0.0
     return tokens
 
@@ -199,7 +199,7 @@ def reranked(table, budget, number, depth):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_reranked_tree_expands_the_best_of_the_newest_level_and_keeps_the_best_of_all(budget, seed):
     table, depths = Table(seed), (9, 0, 2, 1)
-    draft = table.grow("point", budget, depths=depths)
+    draft = table.grow("deterministic", budget, depths=depths)
     most = 0
     for tree, depth in enumerate(depths):
         kept, forwards = reranked(table, budget, tree, depth) if depth else (set(), 0)
@@ -210,8 +210,8 @@ def test_a_reranked_tree_expands_the_best_of_the_newest_level_and_keeps_the_best
 
 
 def test_sampled_nodes_are_never_reranked():
-    for drawn in ("iid", "without"):
-        with pytest.raises(ValueError, match=r"rerank .*drawn=point"):
+    for drawn in ("iid", "without_replacement"):
+        with pytest.raises(ValueError, match=r"rerank .*drawn=deterministic"):
             TreePlan((), drawn, budget=Budget(4, 2, 2, 2, True))
 
 
@@ -239,7 +239,7 @@ def test_a_tree_is_the_same_alone_and_in_a_batch(drawn):
     for index, (number, depth) in enumerate(((0, 9), (5, 1), (7, 9), (4, 3))):
         alone = table.grow(drawn, budget, depths=(depth,), numbers=(number,))
         assert tree_of(together, index) == tree_of(alone, 0)
-        if drawn != "point":
+        if drawn != "deterministic":
             mine, theirs = ([d.q_row[row] for row in d.shape.trees[t]] for d, t in ((together, index), (alone, 0)))
             for here, there in zip(mine, theirs, strict=True):
                 assert (here < 0) == (there < 0) and (here < 0 or torch.equal(together.q[here], alone.q[there]))
@@ -266,7 +266,7 @@ def test_draft_masks_follow_each_path_and_dead_ends_are_not_expanded(drawn, widt
             if path[-1:] == (0,):
                 ended += 1
                 assert not len(shape.children[row])
-            if drawn != "point" and len(shape.children[row]):
+            if drawn != "deterministic" and len(shape.children[row]):
                 expected = torch.tensor(table.probabilities(int(shape.root[row]))(path), dtype=torch.float64)
                 torch.testing.assert_close(draft.q[draft.q_row[row]], expected)
         assert len(table.masks.asked) == len(set(table.masks.asked)), "each row is asked about once"
@@ -290,7 +290,7 @@ def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn, st
 # The draft model ---------------------------------------------------------------------------------------------------
 
 
-def best_first(budget, drawn="point", temperature=None, context=CONTEXT, **changes):
+def best_first(budget, drawn="deterministic", temperature=None, context=CONTEXT, **changes):
     lm = CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
     return DraftModel(lm, context, TreePlan((), drawn, temperature, budget=budget))
 
@@ -303,14 +303,14 @@ def test_a_draft_model_grows_the_tree_of_plain_forwards(target, drawn, sampling,
     proposer, budget = best_first(Budget(9, 2, 4, width), drawn), Budget(9, 2, 4, width)
     batch = batch_of(target, requests(sampling), proposer)
     draft = proposer.propose(batch)
-    scored = sampling if drawn != "point" else Sampling(1.0, repetition_penalty=sampling.repetition_penalty)
+    scored = sampling if drawn != "deterministic" else Sampling(1.0, repetition_penalty=sampling.repetition_penalty)
     for tree, sequence in enumerate(batch.sequences):
 
         def after(path, text=sequence.tokens):
             return plain_probabilities(proposer.lm.model, [*text, *path], scored).tolist()
 
         assert tree_of(draft, tree) == twin(after, drawn, budget, 9, sequence.key)
-        if drawn != "point":
+        if drawn != "deterministic":
             for row in draft.shape.trees[tree].tolist():
                 if len(draft.shape.children[row]):
                     expected = torch.tensor(after(path_tokens(draft, row)), dtype=torch.float64)
@@ -340,7 +340,7 @@ def test_a_likelier_path_is_drafted_deeper_than_a_fixed_tree_of_as_many_nodes(ta
     assert max(depths) > 2, "two children a node of 8 nodes, level by level, reach depth 2"
 
 
-@pytest.mark.parametrize("drawn", ["without", "point"])
+@pytest.mark.parametrize("drawn", ["without_replacement", "deterministic"])
 def test_no_tree_is_deeper_than_the_draft_s_and_the_target_s_context_allow(target, truth, drawn):
     proposer = best_first(Budget(12, 2, 6, 1), drawn, temperature=0.5, context=16)
     group, steps = decode(target, proposer, requests())
@@ -408,7 +408,7 @@ BOUND = [replace(instance, tree="1x1", tokens=2) for instance in constrained() i
 GRAMMARS = [instance for instance in BOUND if not instance.applied.constraint.has_actions]
 CASES = [(grammar, drawn, Budget(4, 2, 3, width=1)) for grammar in GRAMMARS for drawn in WAYS]
 CASES += [
-    (instance, "point", Budget(2, 1, 3, width=1)) for instance in BOUND if instance not in GRAMMARS
+    (instance, "deterministic", Budget(2, 1, 3, width=1)) for instance in BOUND if instance not in GRAMMARS
 ]  # samples are too many
 
 
@@ -440,12 +440,12 @@ def path(tmp_path_factory):
     [
         ({"depth": 2}, "nodes"),
         ({"rerank": True, "drawn": "iid"}, "rerank"),
-        ({"rerank": True, "drawn": "point", "children": 1000, "max_depth": 200}, "rerank"),
+        ({"rerank": True, "drawn": "deterministic", "children": 1000, "max_depth": 200}, "rerank"),
         ({"tree": "2x2"}, "nodes"),
         ({"nodes": 3, "children": 4}, "children must be at most nodes, 3"),
         ({"nodes": 99, "children": 99}, f"children.* vocabulary of {VOCABULARY}"),
         ({"drawn": "gumbel"}, "drawn=gumbel"),
-        ({"confidence": 0.5, "rerank": True, "drawn": "point"}, "confidence"),
+        ({"confidence": 0.5, "rerank": True, "drawn": "deterministic"}, "confidence"),
     ],
     ids=str,
 )
@@ -454,12 +454,12 @@ def test_wrong_options_are_named(target_with_words, path, options, named):
         DraftModel.load(target_with_words, path, **{"nodes": 8} | options)
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_drawn_siblings_are_refused_at_temperature_0(drawn):
     """There a tree would be a chain."""
-    with pytest.raises(ValueError, match=r"drawn=point"):
+    with pytest.raises(ValueError, match=r"drawn=deterministic"):
         best_first(Budget(6), drawn).check_sampling(COLD)
     best_first(Budget(6), drawn).check_sampling(WARM)
     best_first(Budget(6), drawn, temperature=1.0).check_sampling(COLD)
-    best_first(Budget(6), "point").check_sampling(COLD)
+    best_first(Budget(6), "deterministic").check_sampling(COLD)
     best_first(Budget(6, 1), drawn).check_sampling(COLD)

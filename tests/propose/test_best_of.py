@@ -14,7 +14,7 @@ from tests.propose.lab import COLD, WARM, batch_of, decode, draft_model, emitted
 class Says(Proposer):
     """Drafts its token, and promises so many accepted ones, by the number of tokens of the text."""
 
-    drawn, branches, name, nodes = "point", False, "says", 1
+    drawn, branches, name, nodes = "deterministic", False, "says", 1
 
     def __init__(self, token, promise):
         self.token, self.promise = token, promise
@@ -29,7 +29,7 @@ class Says(Proposer):
 class Truth(Proposer):
     """Drafts what the target will emit, ``depth`` tokens of it, or something else."""
 
-    drawn, branches, name = "point", False, "truth"
+    drawn, branches, name = "deterministic", False, "truth"
 
     def __init__(self, truth, depth, right=True):
         self.truth, self.nodes, self.right = truth, depth, right
@@ -78,7 +78,7 @@ def test_parts_that_sample_and_parts_that_do_not_take_turns_in_one_batch(target,
     ways = [step.draft.ways for step in steps if step.draft.shape.nodes]
     if sampling is COLD:
         assert emitted(group) == truth
-    assert {"iid", "point"} in ways
+    assert {"iid", "deterministic"} in ways
     assert not both.proposers[1].lm.cells.references.any()
 
 

@@ -23,8 +23,8 @@ from tests.tiny import tiny_model
 
 PLANS = {
     "iid": TreePlan(CHAIN),
-    "without": TreePlan(CHAIN, "without", temperature=1.5),
-    "point": TreePlan(TREE, "point"),
+    "without_replacement": TreePlan(CHAIN, "without_replacement", temperature=1.5),
+    "deterministic": TreePlan(TREE, "deterministic"),
 }
 DRAFTERS = {"draft": lambda plan: lambda _: DraftModel(tiny_lm(3), 64, plan), "eagle3": eagle3}
 

@@ -55,7 +55,7 @@ def grown(shape: Shape, drawn, seed, broken, masked, stop, on_host):
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("shape", "drawn"),
-    [(forest((TREE, chain(3))), "point"), (forest((chain(3), chain(1))), "iid"), (chain(4), "point")],
+    [(forest((TREE, chain(3))), "deterministic"), (forest((chain(3), chain(1))), "iid"), (chain(4), "deterministic")],
 )
 @given(
     seed=st.integers(0, 2**20),

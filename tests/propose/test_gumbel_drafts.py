@@ -195,7 +195,7 @@ def test_steps_are_recorded_conditional_on_the_noise(target):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
-    with pytest.raises(ValueError, match=f"'{verifier.name}' .*iid, point, without"):
+    with pytest.raises(ValueError, match=f"'{verifier.name}' .*deterministic, iid, without_replacement"):
         fixed_group(Arm(target, draft_model(CHAIN, "gumbel"), verifier, CounterDraws(0)), requests(WARM))
 
 

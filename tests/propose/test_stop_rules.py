@@ -80,8 +80,8 @@ def test_static_trees_end_where_the_rule_stops(rule, threshold, on_host):
     rule, shape, ended = RULES[rule], forest((TREE, TREE)), 0
     for seed in range(12):
         stop = Stop(rule, np.full(2, threshold))
-        draft, _, _ = grown(shape, "point", seed, 0.0, False, stop, on_host)
-        whole, _, _ = grown(shape, "point", seed, 0.0, False, None, on_host)
+        draft, _, _ = grown(shape, "deterministic", seed, 0.0, False, stop, on_host)
+        whole, _, _ = grown(shape, "deterministic", seed, 0.0, False, None, on_host)
         # rows of the smaller draft within the whole one, by their paths of child ranks
         above = [0, 1]
         for node in range(draft.shape.nodes):
@@ -94,7 +94,7 @@ def test_static_trees_end_where_the_rule_stops(rule, threshold, on_host):
     assert ended
 
 
-@pytest.mark.parametrize("drawn", ["point", "iid", "without"])
+@pytest.mark.parametrize("drawn", ["deterministic", "iid", "without_replacement"])
 @pytest.mark.parametrize(("rule", "threshold"), THRESHOLDS)
 def test_best_first_trees_end_where_the_rule_stops(rule, threshold, drawn):
     """With room for every node, all paths reach the depth or end at the rule."""
@@ -114,5 +114,5 @@ def test_best_first_trees_end_where_the_rule_stops(rule, threshold, drawn):
 def test_each_sequence_has_its_own_threshold():
     shape = forest((TREE, TREE))
     stop = Stop(Confidence(), np.array([0.0, 1.1]))
-    draft, _, _ = grown(shape, "point", 0, 0.0, False, stop, True)
+    draft, _, _ = grown(shape, "deterministic", 0, 0.0, False, stop, True)
     assert draft.shape.sizes.tolist() == [TREE.rows, 3]

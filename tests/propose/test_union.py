@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import POINT
+from spec_lab.core.draft import DETERMINISTIC
 from spec_lab.core.draft import Draft as CoreDraft
 from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.decode.proposer import Proposer, Requires
@@ -30,7 +30,7 @@ NOTHING = Requires()
 class Fixed(Proposer):
     """Drafts the same chain everywhere, and keeps what it observes."""
 
-    drawn, branches = "point", False
+    drawn, branches = "deterministic", False
 
     def __init__(self, *tokens, requires=NOTHING):
         self.tokens, self.nodes, self.requires, self.name = tokens, len(tokens), requires, "fixed"
@@ -86,7 +86,7 @@ def test_equal_tokens_are_drafted_once_and_the_last_part_s_nodes_are_dropped_fir
     both = union(Fixed(1, 2, 3), Fixed(1, 2, 4), Fixed(5))
     batch = batch_of(target, requests(), both)
     draft = both.propose(batch)
-    assert draft.ways == {"point"}
+    assert draft.ways == {"deterministic"}
     for tree in range(len(PROMPTS)):
         assert paths(draft, tree) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (5,)]
     fewer = union(Fixed(1, 2, 3), Fixed(1, 2, 4), Fixed(5), nodes=4)
@@ -94,11 +94,11 @@ def test_equal_tokens_are_drafted_once_and_the_last_part_s_nodes_are_dropped_fir
 
 
 def test_sampled_nodes_stand_behind_the_points_and_never_repeat_one_at_the_root(target):
-    both = union(Fixed(1, 2), Fixed(3), draft_model("4x1", "without"))
+    both = union(Fixed(1, 2), Fixed(3), draft_model("4x1", "without_replacement"))
     draft = both.propose(batch_of(target, requests(WARM), both))
     for tree, rows in enumerate(draft.shape.trees):
         ways = draft.codes[rows[1:] - draft.shape.roots]
-        assert (ways[:3] == POINT).all() and (ways[3:] != POINT).all()
+        assert (ways[:3] == DETERMINISTIC).all() and (ways[3:] != DETERMINISTIC).all()
         assert paths(draft, tree)[:3] == [(1,), (1, 2), (3,)]
         below_root = [path[0] for path in paths(draft, tree)[3:] if len(path) == 1]
         assert not {*below_root} & {1, 3}
@@ -114,13 +114,13 @@ def test_a_draft_model_at_temperature_0_is_merged_as_points_are(target):
     chain_of = paths(alone.propose(batch_of(target, requests(COLD), alone)), 0)
     both = union(Fixed(chain_of[0][0], 0), draft_model("1x1x1"))
     draft = both.propose(batch_of(target, requests(COLD), both))
-    assert draft.ways == {"point"}
+    assert draft.ways == {"deterministic"}
     assert paths(draft, 0) == [(chain_of[0][0],), (chain_of[0][0], 0), *chain_of[1:]]
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
-@pytest.mark.parametrize("drawn", ["iid", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "deterministic"])
 def test_greedy_output_is_the_target_s(target, truth, verifier, drawn):
     tree = "1x1x1" if drawn == "iid" else "2x1"
     group, _ = decode(target, union(NgramTree(6, 3, 3, 1), Ngram(4, 2, 1), draft_model(tree, drawn)), requests())
@@ -198,7 +198,7 @@ def test_excluding_masks_only_roots_and_keeps_a_constraint_s_mask():
 
 
 def test_joined_drafts_keep_trees_tokens_and_distributions(target):
-    drafter, other = draft_model("2x1", "without"), draft_model("1x1", "iid")
+    drafter, other = draft_model("2x1", "without_replacement"), draft_model("1x1", "iid")
     batch = batch_of(target, requests(WARM), drafter)
     first = drafter.propose(replace(batch, sequences=batch.sequences[:2]))
     last = batch_of(target, requests(WARM), other)
@@ -226,7 +226,9 @@ def test_parts_that_cannot_be_united_are_refused(parts, options, message):
 
 
 def test_what_parts_declare_is_declared_together():
-    both = union(Fixed(1, requires=Requires(hidden=(2,), top_k=3)), draft_model("2x1", "without"))
+    both = union(Fixed(1, requires=Requires(hidden=(2,), top_k=3)), draft_model("2x1", "without_replacement"))
     assert both.requires == Requires(hidden=(2,), top_k=3)
-    assert both.draws == {"point", "without"} and both.drawn == "without" and both.branches
-    assert both.part_facts["p1"]["drawn"] == "without"
+    assert (
+        both.draws == {"deterministic", "without_replacement"} and both.drawn == "without_replacement" and both.branches
+    )
+    assert both.part_facts["p1"]["drawn"] == "without_replacement"

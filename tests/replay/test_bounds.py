@@ -66,12 +66,12 @@ def total(arm, verifier):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 @pytest.mark.parametrize("shape", ["1x1", "2x1", "0 1 0.0"])
 def test_parts_sum_to_what_is_lost(target, drawn, shape):
     trees, _ = decoded(target, drawn, shape)
     arm = bounds_of(used(trees, "token"))
-    assert not arm.needs and arm.kind == ("exact" if drawn == "point" or shape == "1x1" else "bound")
+    assert not arm.needs and arm.kind == ("exact" if drawn == "deterministic" or shape == "1x1" else "bound")
     order = [(not verifier.lossless, -verifier.tau.mean) for verifier in arm.verifiers]
     assert order == sorted(order) and {verifier.lossless for verifier in arm.verifiers} == {True, False}
     for verifier in arm.verifiers:
@@ -97,7 +97,7 @@ def test_a_chain_s_nodes_are_optimal_by_token_and_whole_chains_by_traversal(targ
 
 
 def test_points_are_accepted_as_often_as_their_tokens_by_every_lossless_verifier(target):
-    trees, _ = decoded(target, "point", "2x1")
+    trees, _ = decoded(target, "deterministic", "2x1")
     arm = bounds_of(used(trees, "match"))
     for verifier in arm.verifiers:
         if verifier.lossless:
@@ -166,7 +166,7 @@ def test_the_best_points_are_the_likeliest_texts():
     """Against all trees of three nodes; what follows tokens that were not drafted counts as certain."""
     world = World(2, v=3, support=3, plain=True)
     whole = tree(parse("3x3"))
-    draft = every_draft(world, whole, "point")[0]
+    draft = every_draft(world, whole, "deterministic")[0]
     p = np.zeros((whole.rows, 3))
     paths = [()]
     for above, token in zip(whole.parent.tolist(), draft.token.tolist(), strict=True):
@@ -188,7 +188,7 @@ def test_the_best_points_are_the_likeliest_texts():
 
 
 def test_truncated_rows_have_a_bound_that_is_no_smaller(target):
-    for drawn, shape in (("iid", "2x1"), ("without", "2x2"), ("iid", "1x1")):
+    for drawn, shape in (("iid", "2x1"), ("without_replacement", "2x2"), ("iid", "1x1")):
         whole = bounds_of(decoded(target, drawn, shape)[0])
         some = bounds_of(decoded(target, drawn, shape, recording=RECORDING)[0])
         assert some.optimum.mean >= whole.optimum.mean - 1e-6

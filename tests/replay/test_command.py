@@ -191,7 +191,7 @@ P = [0.5, 0.1, *[0.05] * 6]
         (0, {"ids": b"".join(bytes([n, 1, 0]) for n in range(8))}, "column ids: a token is not below the vocabulary"),
         (0, {"vocabulary": 3}, "column vocabulary: it differs or is 0"),
         (0, {"sampling": "[]"}, "have different sampling parameters"),
-        (1, {"way": "guess"}, "column way: it is none of point, iid, without, gumbel"),
+        (1, {"way": "guess"}, "column way: it is none of deterministic, iid, without_replacement, gumbel"),
         (1, {"parent": 7}, "column parent: it is no earlier row of the tree"),
         (1, {"parent": -1}, "column parent: it is no earlier row of the tree"),
         (1, {"row": 9}, "lacks a row"),

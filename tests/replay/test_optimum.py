@@ -13,7 +13,7 @@ from tests.distributions.tabular import Outputs, World, every_draft, side_by_sid
 from tests.oracles.tree_transport import most_accepted
 
 SMALL = ["1x1", "1x1x1", "2", "2x1", "1x2", "0 1 0.0", "0 1 2 0.0 0.1 1.0"]
-WAYS = ["iid", "without"]
+WAYS = ["iid", "without_replacement"]
 
 
 def bound(world, draft, probability):
@@ -74,16 +74,16 @@ def test_one_child_has_one_minus_tv():
     for drawn in WAYS:
         assert optimal_acceptance(p, q, 1, drawn) == pytest.approx(1 - 0.5 * (p - q).abs().sum(1).numpy(), abs=1e-14)
     given = torch.tensor([[0, 3, 3]] * 5)
-    assert optimal_acceptance(p, q, 3, "point", given) == pytest.approx((p[:, 0] + p[:, 3]).numpy())
+    assert optimal_acceptance(p, q, 3, "deterministic", given) == pytest.approx((p[:, 0] + p[:, 3]).numpy())
     with pytest.raises(ValueError, match="candidates"):
-        optimal_acceptance(p, q, 3, "point")
+        optimal_acceptance(p, q, 3, "deterministic")
 
 
 def test_points_accept_their_texts_probability():
     """Match and token attain it; a text that is drafted twice counts once."""
     for seed in range(4):
         world = World(seed)
-        draft, probability = every_draft(world, tree(parse("2x2x1")), "point")
+        draft, probability = every_draft(world, tree(parse("2x2x1")), "deterministic")
         most = bound(world, draft, probability)
         assert most == pytest.approx(most_accepted(draft, probability, world.p), abs=1e-9)
         for verifier in (Match(), Token(), Traversal()):

@@ -50,16 +50,18 @@ def drawn_tree(generator, drawn, shape="2x2", vocabulary=7, peak=1.5):
         children = forest_shape.children[parent] - forest_shape.roots
         mass = q[parent].numpy()
         token[children] = generator.choice(vocabulary, len(children), replace=drawn == "iid", p=mass / mass.sum())
-        if drawn == "point":
+        if drawn == "deterministic":
             token[children] = np.argsort(-mass)[: len(children)]
-    q_and_rows = (None, None) if drawn == "point" else (q[forest_shape.expanded], np.full(forest_shape.rows, -1))
+    q_and_rows = (
+        (None, None) if drawn == "deterministic" else (q[forest_shape.expanded], np.full(forest_shape.rows, -1))
+    )
     if q_and_rows[1] is not None:
         q_and_rows[1][forest_shape.expanded] = np.arange(len(forest_shape.expanded))
     return Draft(forest_shape, torch.from_numpy(token), drawn, *q_and_rows), p
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_p=0.8), Sampling(1.3, top_k=9)], ids=str)
 def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn, sampling):
     trees, rows = decoded(target, drawn, "2x1", sampling)
@@ -74,7 +76,7 @@ def test_with_full_rows_the_recorded_run_s_expectation_is_replayed(target, drawn
     assert np.isnan([estimated.low, estimated.high]).all(), "fewer than eight requests have no interval"
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 def test_every_subtree_has_the_expectation_of_its_own_verdict(drawn):
     """One verdict of top-down verifiers holds for all subtrees; the others verify each."""
     generator = np.random.default_rng(1)
@@ -90,7 +92,7 @@ def test_every_subtree_has_the_expectation_of_its_own_verdict(drawn):
                 assert sums.tokens[0].item() == pytest.approx(1 + expected, rel=1e-12), (verifier.name, str(subtree))
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 @pytest.mark.parametrize(("shape", "subtree"), [("1x1x1", "all"), ("3", "all"), ("3x2", "all"), ("3x2", "nodes=4")])
 @pytest.mark.parametrize("peak", [0.5, 3.0])
 @pytest.mark.each_value
@@ -112,7 +114,7 @@ def test_the_value_of_full_rows_lies_within_its_bounds(drawn, shape, subtree, pe
                 assert low - 1e-9 <= exact.tokens.item() <= high + 1e-9, verifier.name
     without_bounds = {"token", "match", "lenient", "typical"} & {verifier.name for verifier in fits(drawn)}
     assert {name for name, kind in seen if kind != "spread"} >= without_bounds
-    assert (("traversal", "spread") in seen) == (shape != "1x1x1" and drawn != "point")
+    assert (("traversal", "spread") in seen) == (shape != "1x1x1" and drawn != "deterministic")
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.9, 1.6])
@@ -152,7 +154,7 @@ def test_truncation_follows_where_the_recorded_tokens_settle_it():
             pseudo_tokens.target(few, sampling)
 
 
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
     """By enumeration: sum over drafts of q(draft) w(draft) E(draft) is the expectation under q'."""
     generator, temperature, vocabulary = np.random.default_rng(6), 0.6, 3
@@ -185,7 +187,7 @@ def test_weights_turn_recorded_drafts_into_those_of_another_temperature(drawn):
 
 def test_what_recorded_rows_cannot_identify_is_refused_by_name(target):
     sampled, _ = decoded(target, "iid", "2x1")
-    points, _ = decoded(target, "point", "2x1")
+    points, _ = decoded(target, "deterministic", "2x1")
     for trees, verifier, subtree, more, why in (
         (points, KSeq(), Subtree(), {}, "supports drafts drawn iid"),
         (sampled, Token(), Subtree.parse("3x1"), {}, "no recorded tree has the node 2"),
@@ -212,7 +214,7 @@ def test_a_mixture_of_trees_has_the_mixed_expectation(target):
 
 
 def test_designs_are_all_combinations_and_the_table_is_sorted(target):
-    trees, _ = decoded(target, "without", "2x2", new=6)
+    trees, _ = decoded(target, "without_replacement", "2x2", new=6)
     wanted = designs(trees, Options())
     assert {design.verifier for design in wanted} == {
         "token",

@@ -52,8 +52,8 @@ def test_a_row_takes_at_most_two_kilobytes_at_a_vocabulary_of_128k(tmp_path):
             {
                 "id": f"{row}/speculative/0/{row}/{row}", "group": row, "arm": "speculative", "request": row,
                 "sequence": 0, "forward": row, "prefill": False, "position": row, "row": row, "parent": row - 1,
-                "token": int(generator.integers(vocabulary)), "way": "without", "features": "0123456789abcdef",
-                "ids": pack_ids(generator.integers(0, vocabulary, 128)),
+                "token": int(generator.integers(vocabulary)), "way": "without_replacement",
+                "features": "0123456789abcdef", "ids": pack_ids(generator.integers(0, vocabulary, 128)),
                 "p": generator.random(128, dtype=np.float32).tobytes(),
                 "q": generator.random(128, dtype=np.float32).tobytes(),
                 **dict.fromkeys(("p_rest", "q_rest", "p_most", "q_most"), float(generator.random())),
@@ -75,7 +75,7 @@ def test_a_share_of_the_steps_is_chosen_by_their_keys():
 
 @pytest.mark.parametrize("sampling", [COLD, Sampling(0.6, top_p=0.9)], ids=["greedy", "warm"])
 def test_p_is_recorded_at_temperature_1_whatever_the_request_s(target, sampling):
-    trees, _ = decoded(target, "point", "1x1", sampling)
+    trees, _ = decoded(target, "deterministic", "1x1", sampling)
     for request, text in trees.texts.items():
         first = int(np.flatnonzero((trees.steps["request"] == request) & ~trees.steps["prefill"])[0])
         from tests.propose.lab import PROMPTS

@@ -98,7 +98,8 @@ def exact_steps(verifier, choices, drawn, q=Q, sure=None):
 
 CASES = {
     "token-chain": (Token(), "1x1", "iid"), "token-2": (Token(), "2", "iid"), "token-2x1": (Token(), "0 1 0.0", "iid"),
-    "kseq-2": (KSeq(), "2", "iid"), "match-2x1": (Match(), "0 1 1.0", "iid"), "point": (Match(), "0 1 1.0", "point"),
+    "kseq-2": (KSeq(), "2", "iid"), "match-2x1": (Match(), "0 1 1.0", "iid"),
+    "deterministic": (Match(), "0 1 1.0", "deterministic"),
     "kseq-chain": (KSeq(), "1x1", "iid"),
 }  # fmt: skip
 
@@ -209,11 +210,11 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         (Token(), {"verifier": RunVerifier("lenient", False)}, chain, "those of the lossy verifier 'lenient'"),
         (Token(), {"verifier": RunVerifier("mine.Own", None)}, chain, "not known whether verifier 'mine.Own'"),
         (Token(), {"proposer": {"name": "eagle_chain"}}, chain, "depends on where its step began"),
-        (Token(), {}, [(1.0, Rule(parse("1x1"), "without"))], "siblings drawn 'without'"),
+        (Token(), {}, [(1.0, Rule(parse("1x1"), "without_replacement"))], "siblings drawn 'without_replacement'"),
     ):
         with pytest.raises(NeedsModel, match=why):
             evaluate(replace(text_rows, trees=replace(trees, **changed)), verifier, rules)
-    points, _ = decoded(target, "point")
+    points, _ = decoded(target, "deterministic")
     with pytest.raises(NeedsModel, match="task.every=1"):
         evaluate_deterministic(TextRows.of(points), Token(), Subtree())
     with pytest.raises(NeedsModel, match="lossy verifier 'lenient'"):
@@ -245,7 +246,7 @@ def test_a_confidence_that_the_rest_s_mass_decides_is_refused():
 
 @pytest.mark.parametrize("choices", ["1", "2"])
 def test_deterministic_tokens_that_may_not_be_recorded_are_refused(choices):
-    rules = [(1.0, Rule(parse(choices), "point"))]
+    rules = [(1.0, Rule(parse(choices), "deterministic"))]
     with pytest.raises(NeedsModel, match=r"draft tokens may include .* at 4 of 4 rows; set a larger record_top"):
         evaluate(repeated(UNSEEN, (0, 0, 0, 0), top=3), Match(), rules)
     likeliest_is_recorded = [0.4, 0.05, 0.05, 0.25, 0.15, 0.1]

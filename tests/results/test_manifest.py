@@ -22,10 +22,10 @@ CONFIG = {"output_dir": "here", "tracker": {"mode": "offline"}, "proposer": {"tr
 
 
 def facts(**changes) -> dict:
-    tree = {"name": "medusa", "drawn": "point", "tree": "0 0.0", "verify_seconds": {0: 0.5}}
+    tree = {"name": "medusa", "drawn": "deterministic", "tree": "0 0.0", "verify_seconds": {0: 0.5}}
     usual = dict(
         config=CONFIG, seed=3, weights={"target": "a"}, prompts="b", arms=["speculative", "baseline"],
-        proposers={"speculative": tree, "arms": {"name": "ngram", "drawn": "point"}},
+        proposers={"speculative": tree, "arms": {"name": "ngram", "drawn": "deterministic"}},
     )  # fmt: skip
     return manifest(**(usual | changes))
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_not_a_manifest_is_refused_by_name(tmp_path, text):
 def test_trees_of_a_hybrid_s_parts_are_named_by_part_and_part_of_the_run_s_identity(tmp_path):
     def hybrid(tree):
         parts = {"heads": {"name": "medusa", "tree": tree}, "chain": {"name": "ngram"}}
-        return facts() | {"proposers": {"speculative": {"name": "union", "drawn": "point", "parts": parts}}}
+        return facts() | {"proposers": {"speculative": {"name": "union", "drawn": "deterministic", "parts": parts}}}
 
     claim(tmp_path, hybrid("0 1"))
     assert begun_trees(tmp_path, CONFIG) == {"speculative.parts.heads": "0 1"}
@@ -123,7 +123,7 @@ def test_the_tree_of_a_cascade_s_inner_proposer_is_named_and_part_of_the_run_s_i
 
 
 def test_a_depth_that_was_chosen_by_timing_is_that_of_the_run_that_began(tmp_path):
-    proposer = {"name": "ngram", "drawn": "point", "auto_depth": {"depth": 4, "acceptance": 0.7}}
+    proposer = {"name": "ngram", "drawn": "deterministic", "auto_depth": {"depth": 4, "acceptance": 0.7}}
     claim(tmp_path, facts() | {"proposers": {"speculative": proposer}})
     assert begun_trees(tmp_path, CONFIG) == {"speculative": 4}
     config = OmegaConf.create({"proposer": {"depth": "auto"}, "arms": {"other": {"depth": "auto"}}})

@@ -179,6 +179,11 @@ def test_columns_of_older_versions_have_their_names_of_today():
     ]  # fmt: skip
 
 
+def test_values_of_older_versions_have_their_names_of_today():
+    table = old_names.with_columns(pa.table({"way": ["root", "point", "without"], "token": [1, 2, 3]}))
+    assert table["way"].to_pylist() == ["root", "deterministic", "without_replacement"]
+
+
 def test_what_older_versions_did_not_count_of_forwards_is_0():
     table = old_names.with_columns(pa.table({"copies_after": [1]}))
     assert table.to_pylist() == [{"copies_after": 1, "uploads": 0, "captures": 0, "capture": 0.0}]

@@ -195,7 +195,7 @@ def test_prompts_and_steps_with_too_many_rows_run_in_shapes_as_they_come():
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_a_draft_model_and_a_target_in_fixed_shapes_emit_the_same_tokens(drawn, sampling):
     """Grown level by level, verified as trees, in a batch whose sequences end at different times."""
     texts = []

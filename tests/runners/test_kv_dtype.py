@@ -81,7 +81,7 @@ def test_alibi_biases_are_not_rounded(tmp_path):
 
 
 @pytest.mark.parametrize("make", [
-    lambda target: draft_model("0 1 0.0 1.0", "point"), lambda target: early_exit(target, layers=1),
+    lambda target: draft_model("0 1 0.0 1.0", "deterministic"), lambda target: early_exit(target, layers=1),
 ])  # fmt: skip
 def test_speculative_and_autoregressive_decoding_have_the_same_target(make):
     target = replace(tiny_target(), lm=rounded(F8))

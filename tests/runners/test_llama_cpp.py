@@ -362,10 +362,10 @@ class Plain(Lookup):
 
 DRAFTS = {
     "chain": ("1x1x1", "iid", Token()),
-    "tree of the likeliest": ("0 1 0.0 0.1 1.0 0.0.0", "point", Token()),
-    "tree without replacement": ("0 1 0.0 1.0", "without", Traversal()),
+    "tree of the likeliest": ("0 1 0.0 0.1 1.0 0.0.0", "deterministic", Token()),
+    "tree without replacement": ("0 1 0.0 1.0", "without_replacement", Traversal()),
     "best first": (Budget(6, 2, 3, 2), "iid", Token()),
-    "mask tokens": ("0 1 0.0 0.1 0.0.0", "without", Token()),
+    "mask tokens": ("0 1 0.0 0.1 0.0.0", "without_replacement", Token()),
 }
 
 

@@ -110,9 +110,9 @@ def test_requests_wait_where_the_runner_computes_fewer_sequences_at_once(sequenc
 def test_requests_wait_where_the_runner_computes_fewer_leaves_at_once(leaves, at_once):
     """A tree of three nodes may have three leaves; with one request at once any tree is tried."""
     target = declaring(leaves=leaves)
-    engine = decoded(target, draft_model("0 1 0.0", "without"))
+    engine = decoded(target, draft_model("0 1 0.0", "without_replacement"))
     assert max(target.lm.widths) == at_once
-    assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("0 1 0.0", "without")))
+    assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("0 1 0.0", "without_replacement")))
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
@@ -252,8 +252,8 @@ def decode_toys(target, proposer, verifier, sampling, limits=None, applied=None)
 
 DRAFTS = {
     "chain": ("1x1x1", "iid", Token()),
-    "tree of the likeliest": ("0 1 0.0 0.1 1.0 0.0.0", "point", Token()),
-    "tree without replacement": ("0 1 0.0 1.0", "without", Traversal()),
+    "tree of the likeliest": ("0 1 0.0 0.1 1.0 0.0.0", "deterministic", Token()),
+    "tree without replacement": ("0 1 0.0 1.0", "without_replacement", Traversal()),
     "best first": (Budget(6, 2, 3, 2), "iid", Token()),
 }
 

@@ -191,9 +191,9 @@ def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
         return {"certified": None}
 
     monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", counted)
-    for number, drawn in enumerate(["iid", "iid", "without"]):
+    for number, drawn in enumerate(["iid", "iid", "without_replacement"]):
         certified(tmp_path / str(number), proposer=draft_model("2", drawn))
-    assert pairs == [("draft_model", "iid"), ("none", "point"), ("draft_model", "without")]
+    assert pairs == [("draft_model", "iid"), ("none", "deterministic"), ("draft_model", "without_replacement")]
 
 
 def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
@@ -445,7 +445,7 @@ def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path
 
 def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
     picky = SimpleNamespace(name="picky", accepts=frozenset({"iid"}), lossless=True)
-    with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
+    with pytest.raises(ValueError, match="proposer 'repeat' draws 'deterministic'"):
         run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
     with pytest.raises(ValueError, match="'baseline'"):
         run(lab(more_proposers={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())

@@ -255,7 +255,7 @@ def test_the_reading_that_drafted_a_text_is_named(tmp_path, name):
     target, path = tiny_target(), written(tmp_path / "head", *files)
 
     def build(options):
-        return drafter.load(target, path, depth=2, drawn="point", **options)
+        return drafter.load(target, path, depth=2, drawn="deterministic", **options)
 
     asked = requests(WARM, 12, [(number, 2 * number + 1, 7, 9) for number in range(8)])
     group, _ = decode(target, build(fix), asked, Lenient(1e-6))  # which accepts every draft of a random target

@@ -98,11 +98,11 @@ def test_a_repetition_penalty_counts_the_text_before_each_token(target):
 
 PROPOSERS = {
     "draft model": lambda target: draft_model("1x1x1"),
-    "draft model, deterministic": lambda target: draft_model("1x1x1", drawn="point"),
-    "a tree": lambda target: draft_model("3x2x1", drawn="point"),
+    "draft model, deterministic": lambda target: draft_model("1x1x1", drawn="deterministic"),
+    "a tree": lambda target: draft_model("3x2x1", drawn="deterministic"),
     "the target itself": lambda target: draft_model("1x1x1", lm=target.lm),
     "the target itself, unsure": lambda target: DraftModel(
-        target.lm, CONTEXT, TreePlan(parse("1x1x1"), "point", confidence=0.04)
+        target.lm, CONTEXT, TreePlan(parse("1x1x1"), "deterministic", confidence=0.04)
     ),
     "Hydra heads": lambda target: Hydra(
         random_network(HydraHeads(HydraSettings(32, 61, 3)), target), target, TreePlan(parse("1x1x1"))
@@ -157,7 +157,9 @@ def test_sampled_drafts_of_a_proposer_without_a_plan_are_refused(target):
             q = torch.full((draft.shape.rows, target.vocabulary), 1 / target.vocabulary)
             return replace(draft, drawn="iid", q=q, q_row=np.arange(draft.shape.rows))
 
-    with pytest.raises(ValueError, match="cannot read q from 'repeat', whose drafts are sampled: set drawn=point"):
+    with pytest.raises(
+        ValueError, match="cannot read q from 'repeat', whose drafts are sampled: set drawn=deterministic"
+    ):
         predicted(target, Sampled(), answers_of(target, WARM, 4), 1, WARM, 2)
 
 

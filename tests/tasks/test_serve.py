@@ -172,7 +172,7 @@ def test_a_preempted_request_keeps_its_admission_and_finishes(time, plain):
 ARMS = {
     "none": (Null, Match()),
     "chain": (lambda: draft_model("1x1x1", "iid"), Token()),
-    "tree": (lambda: draft_model("2x1", "without", 1.0), Traversal()),
+    "tree": (lambda: draft_model("2x1", "without_replacement", 1.0), Traversal()),
 }
 
 

@@ -26,7 +26,7 @@ from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_p
 
 ONES = {"token": Token(), "traversal": Traversal(), "match": Match(), "kseq": KSeq(), "gumbel": Gumbel()}
 TIMES = ["propose", "target", "target_forward", "probabilities", "verify"]
-TREES = {"iid": "2x2", "without": "2x2", "point": "2x1", "gumbel": "2x1"}
+TREES = {"iid": "2x2", "without_replacement": "2x2", "deterministic": "2x1", "gumbel": "2x1"}
 
 
 def proposers(**trees: str):
@@ -137,7 +137,7 @@ def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
             return super().propose(batch)
 
     reads = Reads()
-    laboratory = recorded_lab(proposer=reads, more_proposers={"point": draft_model("2x1", "point")})
+    laboratory = recorded_lab(proposer=reads, more_proposers={"deterministic": draft_model("2x1", "deterministic")})
     text, _ = steps_of(laboratory, laboratory.requests(one_at_a_time(Path()))[0])
     assert len(reads.seen) == 3
     for position, hidden in reads.seen:
@@ -201,7 +201,7 @@ def test_rows_are_the_verdicts(done):
     for request in laboratory.requests(one_at_a_time(out)):
         for step in steps_of(laboratory, request)[1]:
             bound = None
-            if step.draft.drawn != "point":
+            if step.draft.drawn != "deterministic":
                 q = step.draft.q[int(step.draft.q_row[0])]
                 bound = transport_bound(step.p[:1], q[None], len(step.draft.shape.children[0]), step.draft.drawn)[0]
             for name, verifier in ONES.items():
@@ -225,7 +225,7 @@ def test_rows_are_the_verdicts(done):
 @pytest.mark.nightly
 def test_no_verifier_beats_the_bound_on_average_over_drafts():
     """The bound holds for the expectation over drafts, here over seeds; a single draft may exceed it."""
-    laboratory = recorded_lab(more_proposers=proposers(iid="3", without="3"))
+    laboratory = recorded_lab(more_proposers=proposers(iid="3", without_replacement="3"))
     request = laboratory.requests(one_at_a_time(Path(), max_new_tokens=2))[0]
     fitting, _ = pairs(laboratory.more_proposers, {"token": Token(), "match": Match()})
     text, exceeded = sample(laboratory.target, request, 0).tokens, False
@@ -248,8 +248,8 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
 
 
 def test_a_verifier_that_supports_no_proposer_is_refused(tmp_path):
-    laboratory = recorded_lab(more_proposers=proposers(without="2", point="2"))
-    with pytest.raises(ValueError, match=r"'kseq' .* iid, .* point, without: .*~"):
+    laboratory = recorded_lab(more_proposers=proposers(without_replacement="2", deterministic="2"))
+    with pytest.raises(ValueError, match=r"'kseq' .* iid, .* deterministic, without_replacement: .*~"):
         study_verifiers(laboratory, one_at_a_time(tmp_path / "out"), {}, quiet())
     assert not (tmp_path / "out").exists()
 

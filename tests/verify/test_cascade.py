@@ -17,7 +17,7 @@ from tests.verify.test_twins import drafts
 
 CASCADES = [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")]
 EACH = pytest.mark.parametrize("verifier", CASCADES, ids=lambda v: v.rule)
-DRAWN = pytest.mark.parametrize("drawn", ["iid", "without"])
+DRAWN = pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 
 
 def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
@@ -76,7 +76,7 @@ def test_each_rule_defers_as_in_the_table(rule, alpha, defers):
 
 @EACH
 @settings(max_examples=150)
-@given(case=drafts(("iid", "without")))
+@given(case=drafts(("iid", "without_replacement")))
 def test_the_distribution_of_cascade_is_the_paper_s(verifier, case):
     draft, p = case
     aim = verifier.aim(draft, p).numpy()

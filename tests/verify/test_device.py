@@ -45,7 +45,7 @@ EACH = pytest.mark.parametrize("verifier", VERIFIERS, ids=[f"{v.name} {getattr(v
 
 def cases(verifier) -> st.SearchStrategy[tuple[Draft, torch.Tensor]]:
     """Drafts that the verifier supports, with p."""
-    ways = tuple(way for way in ("iid", "without", "point") if way in verifier.accepts)
+    ways = tuple(way for way in ("iid", "without_replacement", "deterministic") if way in verifier.accepts)
     if len(ways) == 3:
         ways += ("mixed",)
     return drafts(ways) if ways else races()
@@ -98,7 +98,7 @@ def meta(shape: Shape, way: str, v: int = 50) -> tuple[Draft, torch.Tensor]:
     """A draft and p without numbers."""
     p = torch.empty(shape.rows, v, device="meta")
     token = torch.empty(shape.nodes, dtype=torch.long, device="meta")
-    if way == "point":
+    if way == "deterministic":
         return Draft(shape, token), p
     expanded = np.unique(shape.parent)
     q_row = np.full(shape.rows, -1)
@@ -112,7 +112,7 @@ WAYS_OF = [
     (verifier, way)
     for verifier in VERIFIERS
     for way in (*WAYS, "mixed")
-    if way in verifier.accepts or (way == "mixed" and verifier.accepts_mixed and "point" in verifier.accepts)
+    if way in verifier.accepts or (way == "mixed" and verifier.accepts_mixed and "deterministic" in verifier.accepts)
 ]
 
 

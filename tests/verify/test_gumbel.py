@@ -158,7 +158,7 @@ def test_gumbel_matching_and_rejection_sampling_refuse_each_other_s_drafts():
     for verifier in (Token(), Traversal()):
         with pytest.raises(ValueError, match=rf"'{verifier.name}' .*'gumbel'"):
             check_pair("draft_tree", "gumbel", verifier)
-    for drawn in ("iid", "without", "point"):
+    for drawn in ("iid", "without_replacement", "deterministic"):
         check_pair("draft_tree", drawn, Match())
         with pytest.raises(ValueError, match=f"'gumbel' .*'{drawn}'"):
             check_pair("draft_tree", drawn, Gumbel())

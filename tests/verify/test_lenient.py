@@ -13,7 +13,7 @@ from tests.distributions.test_closed_forms import WORLDS, Constant
 from tests.distributions.test_lossless import TREES, require_lossless
 from tests.verify.test_twins import drafts, joint
 
-DRAWN = pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+DRAWN = pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 
 
 class Two(Constant):
@@ -64,5 +64,5 @@ def test_lenience_of_1_equals_token(case):
 
 
 def test_lenience_declares_whether_it_is_lossless():
-    assert Lenient.name == "lenient" and Lenient(1.0).accepts == {"iid", "without", "point"}
+    assert Lenient.name == "lenient" and Lenient(1.0).accepts == {"iid", "without_replacement", "deterministic"}
     assert Lenient(1.0).lossless and Lenient(1).lossless and not Lenient(0.999).lossless

@@ -116,7 +116,7 @@ def test_the_distance_to_the_target_in_a_small_case(verifier):
 
 
 @pytest.mark.parametrize("name", ["[1]", "[1,1]", "[2]", "[2,2]", "ragged"])
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
 @BOTH
 @pytest.mark.each_value
 def test_they_are_lossy(verifier, name, drawn):

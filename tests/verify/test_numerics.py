@@ -157,7 +157,7 @@ def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
             if left.sum() == 0:
                 live[child] = False
                 continue
-            if drawn == "point":
+            if drawn == "deterministic":
                 token[node] = left.argmax()
             elif drawn == "gumbel":
                 token[node] = race.argmax()
@@ -168,7 +168,7 @@ def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
                 left[token[node]] = 0.0
     shape, kept = SHAPE.keep(live)
     rows = np.concatenate([np.arange(SHAPE.roots), SHAPE.roots + kept])
-    if drawn == "point":
+    if drawn == "deterministic":
         return Draft(shape, torch.from_numpy(token[kept])), p[rows]
     extra = noise if drawn == "gumbel" else None
     return Draft(shape, torch.from_numpy(token[kept]), drawn, q, q_row[rows], extra), p[rows]
@@ -191,7 +191,7 @@ def tolerance(verifier) -> float:
 def at_every_width():
     """Every pair at both sizes of vocabulary; at the larger, the short run has one pair of each verifier."""
     for verifier, drawn in PAIRS:
-        usual = "without" if "without" in verifier.accepts else min(verifier.accepts)
+        usual = "without_replacement" if "without_replacement" in verifier.accepts else min(verifier.accepts)
         for width in (50, 131072):
             marks = [pytest.mark.nightly] if width > 50 and drawn != usual else []
             yield pytest.param(verifier, drawn, width, id=f"{verifier.name}-{drawn}-{width}", marks=marks)
@@ -257,7 +257,7 @@ def test_a_target_certain_of_an_undrafted_token_emits_it(verifier, drawn, width)
     assert (residual[:, 7] > 0).all() and (residual.sum(-1) == residual[:, 7]).all()
 
 
-@pytest.mark.parametrize(("verifier", "drawn"), [(v, d) for v, d in PAIRS if v.lossless and d != "point"])
+@pytest.mark.parametrize(("verifier", "drawn"), [(v, d) for v, d in PAIRS if v.lossless and d != "deterministic"])
 @WIDTHS
 @pytest.mark.parametrize("case", ["equal", "close"])
 def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, case):
@@ -278,7 +278,7 @@ def test_the_renormalized_rest_of_a_peaked_draft_is_a_distribution(verifier, dty
     """Given the first, the second is certain: if rejected, it may not be emitted, however small its q was."""
     q = torch.tensor([[1.0, rest, 0.0, 0.0]], dtype=dtype)
     p = torch.tensor([[first, 0.2, 0.3, 0.5 - first]], dtype=dtype).expand(3, 4)
-    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
+    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without_replacement", q, np.array([0, -1, -1]))
     verdict = verifier(draft, p)
     np.testing.assert_allclose(verdict.stop, [0.8 - first, first, 0.2], rtol=0, atol=1e-6)
     residual = verdict.residual(np.array([0]))[0].double()
@@ -401,13 +401,15 @@ def padded(name: str, target):
     if name == "medusa":
         return Medusa(Heads.random(target, 2, trunk=False), parse("3x2"))
     tree_, drawn = name.split()
-    proposer = draft_model(tree_, drawn, 1.0 if drawn in ("without", "iid") else None)
+    proposer = draft_model(tree_, drawn, 1.0 if drawn in ("without_replacement", "iid") else None)
     pads(proposer.lm)
     return proposer
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", ["none", "medusa", "1x1x1 iid", "2x2 without", "3x2 point", "1x1 gumbel"])
+@pytest.mark.parametrize(
+    "name", ["none", "medusa", "1x1x1 iid", "2x2 without_replacement", "3x2 deterministic", "1x1 gumbel"]
+)
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(1.0), Sampling(1e-3), Sampling(1.5, top_k=50, repetition_penalty=1.5), Sampling(2.0, 0, 0.9)],
@@ -488,7 +490,7 @@ class Last:
 class Support(Proposer):
     """Drafts the whole support of p, its top ten, whose float32 sum may be below 1."""
 
-    name, drawn, nodes = "support", "point", 10
+    name, drawn, nodes = "support", "deterministic", 10
 
     def __init__(self, target) -> None:
         self.target = target

@@ -17,7 +17,7 @@ from spec_lab.verify import Match, Token, Traversal
 from spec_lab.verify.transport import all_inside, transport_bound
 from tests.distributions.tabular import Outputs, World
 
-WAYS = ["iid", "without"]
+WAYS = ["iid", "without_replacement"]
 KINDS = ["generic", "peaked", "zeros", "equal", "disjoint", "one-hot p", "one-hot q", "both one-hot"]
 
 
@@ -119,7 +119,7 @@ def test_one_sibling_reaches_one_minus_tv_and_more_siblings_more(seed, kind, dra
 def test_siblings_without_replacement_can_do_more_than_iid_ones(seed, kind, count):
     """A verifier can make iid siblings of distinct ones by repeating some, at the right odds."""
     p, q = pair(np.random.default_rng(seed), 6, kind)
-    assert bound(p, q, count, "without") >= bound(p, q, count, "iid") - 1e-12
+    assert bound(p, q, count, "without_replacement") >= bound(p, q, count, "iid") - 1e-12
 
 
 @pytest.mark.each_value
@@ -166,7 +166,7 @@ def test_a_draft_that_cannot_be_drawn_again(drawn):
     assert bound(p, q, 2, drawn) == pytest.approx(0.1, abs=1e-15)
     q = np.array([1.0, 2e-30, 1e-30])
     # without: the second is token 1 or 2 at odds 2 : 1, which is p's; the first of the three is always there
-    assert bound(p, q, 2, drawn) == pytest.approx(1.0 if drawn == "without" else 0.1, abs=1e-12)
+    assert bound(p, q, 2, drawn) == pytest.approx(1.0 if drawn == "without_replacement" else 0.1, abs=1e-12)
     q = np.array([1.0, 5e-324, 0.0])  # practically no mass
     assert bound(p, q, 2, drawn) == pytest.approx(0.1, abs=1e-15)
 
@@ -174,8 +174,12 @@ def test_a_draft_that_cannot_be_drawn_again(drawn):
 @pytest.mark.parametrize("rare", [1e-10, 1e-100, 1e-289])
 def test_rare_tokens_are_drafted_all_the_same(rare):
     """Three of four tokens without replacement: the likely one and any two of the others, equally often."""
-    assert bound(np.full(4, 0.25), np.array([1.0, rare, rare, rare]), 3, "without") == pytest.approx(1.0, abs=1e-9)
-    assert bound(np.eye(4)[1], np.array([1.0, rare, rare, rare]), 3, "without") == pytest.approx(2 / 3, abs=1e-9)
+    assert bound(np.full(4, 0.25), np.array([1.0, rare, rare, rare]), 3, "without_replacement") == pytest.approx(
+        1.0, abs=1e-9
+    )
+    assert bound(np.eye(4)[1], np.array([1.0, rare, rare, rare]), 3, "without_replacement") == pytest.approx(
+        2 / 3, abs=1e-9
+    )
 
 
 @pytest.mark.each_value

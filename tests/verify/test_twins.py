@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WAYS, Draft
+from spec_lab.core.draft import DETERMINISTIC, WAYS, Draft
 from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.verify import Match, Token, Traversal, arrays, choose, greedy_path, parallel, rejection
 from tests.distributions import twin
@@ -32,7 +32,11 @@ def random_distribution(rng: np.random.Generator, v: int, kind: str) -> np.ndarr
 
 
 @st.composite
-def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point", "mixed"), chains: bool = False):
+def drafts(
+    draw: st.DrawFn,
+    drawn: tuple[str, ...] = ("iid", "without_replacement", "deterministic", "mixed"),
+    chains: bool = False,
+):
     """A random forest, drawn as declared, with target probabilities: ``(draft, p [R, V])`` in float64.
 
     Includes p = q, disjoint supports, zeros, one-hot distributions, illegal nodes (no mass at the parent, dead rows)
@@ -60,17 +64,17 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     for number in range(draw(st.integers(0, 12))):
         above = number if chains else draw(st.integers(0, roots + len(parent) - 1))
         distribution = q[above].copy()
-        way = draw(st.sampled_from(["point", "iid", "without"])) if how == "mixed" else how
-        if way == "without":
+        way = draw(st.sampled_from(["deterministic", "iid", "without_replacement"])) if how == "mixed" else how
+        if way == "without_replacement":
             distribution[siblings.get(above, [])] = 0.0
-        if way == "point":
+        if way == "deterministic":
             distribution[:] = 1.0
         if distribution.sum() == 0:
             if chains:
                 break
             continue
         token = int(rng.choice(v, p=distribution / distribution.sum()))
-        if way == "without":
+        if way == "without_replacement":
             siblings.setdefault(above, []).append(token)
         ways.append(WAYS.index(way))
         parent.append(above)
@@ -82,10 +86,10 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     shape = Shape(roots, np.array(parent, dtype=np.int64))
     token = torch.tensor(tokens, dtype=torch.long)
     p = torch.tensor(np.array(p))
-    if how == "point":
+    if how == "deterministic":
         return Draft(shape, token), p
     codes = np.array(ways, dtype=np.int8)
-    expanded = np.unique(shape.parent[codes != POINT] if draw(st.booleans()) else shape.parent)
+    expanded = np.unique(shape.parent[codes != DETERMINISTIC] if draw(st.booleans()) else shape.parent)
     rng.shuffle(expanded)
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
@@ -112,7 +116,7 @@ def joint(draft: Draft, verdict) -> np.ndarray:
 
 @pytest.mark.nightly
 @settings(max_examples=150)
-@given(case=drafts(("iid", "without"), chains=True))
+@given(case=drafts(("iid", "without_replacement"), chains=True))
 def test_chains_verified_together_equal_the_paper_s_algorithm(case):
     draft, p = case
     stop, emit = twin.token(draft, p.numpy())
@@ -141,7 +145,7 @@ def test_many_chains_are_verified_as_one_at_a_time(lenience, dtype, monkeypatch)
 
 
 @settings(max_examples=150)
-@given(case=drafts(("iid", "without"), chains=True))
+@given(case=drafts(("iid", "without_replacement"), chains=True))
 def test_traversal_of_a_chain_is_block_verification(case):
     draft, p = case
     stop, emit = twin.block(draft, p.numpy())
@@ -151,7 +155,7 @@ def test_traversal_of_a_chain_is_block_verification(case):
 
 
 @settings(max_examples=100)
-@given(case=drafts(("point",)))
+@given(case=drafts(("deterministic",)))
 def test_point_drafts_have_one_distribution_under_all_three_algorithms(case):
     draft, p = case
     results = [direct(draft, p.numpy()) for _, direct in PAIRS]
@@ -174,11 +178,11 @@ def test_every_possible_end_of_a_path_has_a_residual(verifier, direct, case):
 
 
 @BY_NAME
-@pytest.mark.parametrize("drawn", ["without", "point"])
+@pytest.mark.parametrize("drawn", ["without_replacement", "deterministic"])
 def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
     """In float32 these numbers add up to less than 1: all that p allows is drafted, and still the root may stop."""
     p = torch.tensor([0.7, 0.2, 0.1]).expand(4, 3)
-    q = (None, None) if drawn == "point" else (p[:1], np.array([0, -1, -1, -1]))
+    q = (None, None) if drawn == "deterministic" else (p[:1], np.array([0, -1, -1, -1]))
     draft = Draft(tree(((0,), (1,), (2,))), torch.tensor([0, 1, 2]), drawn, *q)
     verdict = verifier(draft, p)
     assert verdict.stop[0] < 1e-6
@@ -190,7 +194,7 @@ def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
 @settings(max_examples=50)
-@given(case=drafts(("iid", "without", "mixed")))
+@given(case=drafts(("iid", "without_replacement", "mixed")))
 def test_wide_vocabularies_are_summed_in_parts_with_the_same_result_on_a_device(verifier, direct, case):
     draft, p = case
     with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +205,7 @@ def test_wide_vocabularies_are_summed_in_parts_with_the_same_result_on_a_device(
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_nothing_is_summed_over_the_vocabulary_that_no_path_can_reach(verifier, drawn, monkeypatch):
     """A draft that is the target: the first path is accepted, whatever else was drafted."""
     shape, q = tree(((0,), (1,), (0, 0), (0, 1), (1, 0))), torch.full((3, 4), 0.25)
@@ -213,7 +217,7 @@ def test_nothing_is_summed_over_the_vocabulary_that_no_path_can_reach(verifier, 
 
 @pytest.mark.parametrize("verifier", [Match(), Token(), Traversal()], ids=lambda verifier: verifier.name)
 @settings(max_examples=200)
-@given(case=drafts(drawn=("point",)), seed=st.integers(0, 2**32))
+@given(case=drafts(drawn=("deterministic",)), seed=st.integers(0, 2**32))
 def test_a_verifier_that_follows_the_arg_max_ends_at_the_greedy_path(verifier, case, seed):
     """Its verdict for one-hot p is the oracle; siblings may hold the same token."""
     draft, p = case
@@ -247,7 +251,7 @@ def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
     """q = 1 in float32 on its first token still has a second sibling, drawn from the rest."""
     q = torch.tensor([[1.0, 3e-10, 1e-10, 0.0]])
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(3, 4)
-    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
+    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without_replacement", q, np.array([0, -1, -1]))
     stop, emit = twin.token(draft, p.double().numpy())
     verdict = verifier(draft, p)
     np.testing.assert_allclose(verdict.stop, stop, atol=1e-6)
@@ -259,8 +263,8 @@ def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
     ("tokens", "drawn", "says"),
     [
         ([0, 2], "iid", "node 1 "),
-        ([2, 0], "without", "node 0 "),
-        ([0, 0], "without", "repeat"),
+        ([2, 0], "without_replacement", "node 0 "),
+        ([0, 0], "without_replacement", "repeat"),
     ],
 )
 def test_a_token_that_was_not_drawn_as_stated_is_refused(verifier, tokens, drawn, says):
@@ -273,4 +277,4 @@ def test_a_token_that_was_not_drawn_as_stated_is_refused(verifier, tokens, drawn
 @BY_NAME
 def test_every_verifier_is_lossless_and_supports_every_draft(verifier, direct):
     assert verifier.name == type(verifier).__name__.lower()
-    assert verifier.lossless and verifier.accepts - {"gumbel"} == {"iid", "without", "point"}
+    assert verifier.lossless and verifier.accepts - {"gumbel"} == {"iid", "without_replacement", "deterministic"}

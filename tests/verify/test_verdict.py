@@ -75,12 +75,12 @@ def test_expected_accepted_weighs_depths_by_where_the_path_ends():
 
 def test_a_draft_that_a_verifier_does_not_support_is_refused_by_name():
     class Narrow(Token):
-        accepts = frozenset({"without", "iid"})
+        accepts = frozenset({"without_replacement", "iid"})
 
     check_pair("chain", "iid", Narrow())
-    check_pair("chain", frozenset({"iid", "without"}), Narrow())
-    for draws in ("point", frozenset({"point", "iid"})):
-        with pytest.raises(Misfit, match="'token' .*iid, without.*'ngram' .*'point'"):
+    check_pair("chain", frozenset({"iid", "without_replacement"}), Narrow())
+    for draws in ("deterministic", frozenset({"deterministic", "iid"})):
+        with pytest.raises(Misfit, match="'token' .*iid, without_replacement.*'ngram' .*'deterministic'"):
             check_pair("ngram", draws, Narrow())
 
 
@@ -89,13 +89,13 @@ EVERY = [Token(), Traversal(), Match(), Lenient(0.5), Typical(), Relaxed(), KSeq
 
 @pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
 def test_mixtures_of_point_and_sampled_siblings_are_for_some_verifiers_only(verifier):
-    mixed = frozenset({"point", "without"})
+    mixed = frozenset({"deterministic", "without_replacement"})
     shape, q, q_row = tree(((0,), (1,))), torch.full((1, 3), 1 / 3), np.array([0, -1, -1])
     draft = Draft(shape, torch.tensor([0, 1]), np.array([0, 2], dtype=np.int8), q, q_row)
     if verifier.name in ("kseq", "gumbel", "cascade"):
-        with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'point', 'without'"):
+        with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'deterministic', 'without_replacement'"):
             check_pair("union", mixed, verifier)
-        with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'point'"):
+        with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'deterministic'"):
             check_draft("union", verifier, draft)
     else:
         check_pair("union", mixed, verifier)
@@ -105,13 +105,13 @@ def test_mixtures_of_point_and_sampled_siblings_are_for_some_verifiers_only(veri
 
 def test_a_verifier_that_does_not_declare_mixtures_refuses_them():
     class Plain(Verifier):
-        name, accepts, lossless = "plain", frozenset({"iid", "without", "point"}), True
+        name, accepts, lossless = "plain", frozenset({"iid", "without_replacement", "deterministic"}), True
 
         def __call__(self, draft, p): ...
 
-    assert misfit("union", frozenset({"point", "iid"}), Plain()) is not None
-    assert misfit("union", frozenset({"point"}), Plain()) is None and misfit("chain", "iid", Plain()) is None
-    assert "several ways" in str(misfit("union", frozenset({"point", "iid"}), Plain()))
+    assert misfit("union", frozenset({"deterministic", "iid"}), Plain()) is not None
+    assert misfit("union", frozenset({"deterministic"}), Plain()) is None and misfit("chain", "iid", Plain()) is None
+    assert "several ways" in str(misfit("union", frozenset({"deterministic", "iid"}), Plain()))
 
 
 @pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
@@ -124,7 +124,7 @@ def test_computed_only_rows_change_no_verdict(verifier):
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
     noise = torch.rand(len(expanded), 6, generator=generator).double() if way == "gumbel" else None
-    sampled = (None, None) if way == "point" else (q, q_row)
+    sampled = (None, None) if way == "deterministic" else (q, q_row)
     window = ComputedOnly(np.array([0, shape.rows, 3]), torch.tensor([1, 1, 1]))
     token, p = torch.tensor([0, 1, 2, 3, 4]), torch.rand(shape.rows, 6, generator=generator).softmax(-1)
     bare = Draft(shape, token, way, *sampled, noise)

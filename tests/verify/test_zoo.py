@@ -30,7 +30,7 @@ CASES = [
 ]
 NAMES = ["token", "traversal", "match", "kseq", "lenient", "typical", "relaxed", "chow", "diff", "opt"]
 EACH = pytest.mark.parametrize(("verifier", "direct"), CASES, ids=NAMES)
-ALL = tuple(sorted({"iid", "without", "point"}))
+ALL = tuple(sorted({"iid", "without_replacement", "deterministic"}))
 
 
 @st.composite
@@ -187,7 +187,7 @@ def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier,
 def test_no_nodes_emits_from_the_target(verifier, direct):
     p = torch.softmax(torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), -1)
     bare = Draft(forest((chain(0),) * 3), torch.empty(0, dtype=torch.long), "iid", p[:0], np.full(3, -1))
-    for draft in [empty(3), bare] if "point" in verifier.accepts else [bare]:
+    for draft in [empty(3), bare] if "deterministic" in verifier.accepts else [bare]:
         verdict = verifier(draft, p)
         assert verdict.stop.tolist() == [1.0, 1.0, 1.0]
         assert torch.equal(verdict.residual(np.arange(3)), p)

@@ -35,7 +35,7 @@ from spec_lab.runners.feature_lm import FeatureLM
 from spec_lab.verify import Token
 
 CONTEXT, ROWS = 512, 10
-CHAIN = TreePlan(parse("1x1x1x1x1"), "point")
+CHAIN = TreePlan(parse("1x1x1x1x1"), "deterministic")
 PROFILED = 3
 """Calls whose kernels are summed."""
 

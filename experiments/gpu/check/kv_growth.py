@@ -65,7 +65,9 @@ def decode(model: Any, draft: Any, captured: bool, pools: bool = False) -> dict[
     if pools:
         target.lm.graphs.capture = lm.graphs.capture = apart
     captures = {"target": Captures.of(target.lm), "draft": Captures.of(lm)}
-    engine = Engine(Arm(target, DraftModel(lm, CONTEXT, TreePlan(parse("1x1x1x1"), "point")), Token(), CounterDraws(0)))
+    engine = Engine(
+        Arm(target, DraftModel(lm, CONTEXT, TreePlan(parse("1x1x1x1"), "deterministic")), Token(), CounterDraws(0))
+    )
     requests = random_requests(target.vocabulary, len(NEW), 40, max(NEW))
     sizes: dict[str, list[tuple[int, int]]] = {"target": [], "draft": []}
     accepted = drafted = 0

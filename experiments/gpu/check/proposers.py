@@ -54,10 +54,10 @@ LAYER: Mapping[str, Any] = {
 
 V, H, CONTEXT = SIZES["vocab_size"], SIZES["hidden_size"], 512
 
-CHAIN = TreePlan(parse("1x1x1"), "point")
-TREE = TreePlan(parse("2x2x1"), "point")
-BEST_FIRST = TreePlan((), "point", budget=Budget(8, 2, 3, width=2))
-EAGLE_2 = TreePlan((), "point", budget=Budget(8, 4, 3, width=4, rerank=True))
+CHAIN = TreePlan(parse("1x1x1"), "deterministic")
+TREE = TreePlan(parse("2x2x1"), "deterministic")
+BEST_FIRST = TreePlan((), "deterministic", budget=Budget(8, 2, 3, width=2))
+EAGLE_2 = TreePlan((), "deterministic", budget=Budget(8, 4, 3, width=4, rerank=True))
 
 BLOCK = BlockSettings(LAYER, H, H, V, (1, 2), block_size=4, mask_token=V - 1)
 EAGLE_3 = Eagle3Settings(LAYER, H, H, V, (1, 2, 3), draft_vocab_size=96)
@@ -97,7 +97,7 @@ def _kangaroo(target: Target) -> Proposer:
 
 def _cascade(target: Target) -> Proposer:
     draft = Target(_draft_lm(target), None, "draft", CONTEXT, "", 0.0)
-    return DraftCascade(Arm(draft, Ngram(3, 2, 1), Token(), CounterDraws(0)), 4, "point")
+    return DraftCascade(Arm(draft, Ngram(3, 2, 1), Token(), CounterDraws(0)), 4, "deterministic")
 
 
 def _medusa(target: Target) -> Medusa:
@@ -115,7 +115,7 @@ PROPOSERS: Mapping[str, Callable[[Target], Proposer]] = {
     "medusa": _medusa,
     "draft_tree": _draft(TREE),
     "draft_best_first": _draft(BEST_FIRST),
-    "draft_confident": _draft(TreePlan(parse("1x1x1"), "point", confidence=0.001)),
+    "draft_confident": _draft(TreePlan(parse("1x1x1"), "deterministic", confidence=0.001)),
     "ngram": lambda target: Ngram(6, 3, 1),
     "ngram_tree": lambda target: NgramTree(8, 4, 3, 1),
     "suffix": lambda target: Suffix.load(target, children=2),

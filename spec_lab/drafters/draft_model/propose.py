@@ -81,7 +81,7 @@ class DraftModel(CachedDrafter):
             path: a folder of a transformers checkpoint, or a hub name.
             revision: branch, tag or commit of a hub name; None: main.
             vocabularies: same: it has the target's tokens; intersect: the tokens that both have are drafted; strings:
-                its likeliest tokens are translated as text (SLEM), which requires drawn=point.
+                its likeliest tokens are translated as text (SLEM), which requires drawn=deterministic.
             tokens: that are drafted: FILE, FILE:N (the N most frequent of a file) or N (the lowest numbers), and the
                 target's stop tokens; None: all.
             options: of the trees.
@@ -92,9 +92,9 @@ class DraftModel(CachedDrafter):
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
-        if vocabularies == "strings" and (plan.drawn != "point" or tokens is not None):
-            what = f"drawn is {plan.drawn}" if plan.drawn != "point" else f"tokens is {tokens}"
-            change = "drawn=point" if plan.drawn != "point" else "tokens=null"
+        if vocabularies == "strings" and (plan.drawn != "deterministic" or tokens is not None):
+            what = f"drawn is {plan.drawn}" if plan.drawn != "deterministic" else f"tokens is {tokens}"
+            change = "drawn=deterministic" if plan.drawn != "deterministic" else "tokens=null"
             raise WrongOption(
                 f"vocabularies=strings translates the draft model's likeliest tokens, all of its own, and {what}: "
                 f"set proposer.{change}"
@@ -210,7 +210,7 @@ class StringDraftModel(DraftModel):
     """Drafts with a causal LM that has other tokens, whose likeliest ones are translated as text.
 
     As many of the target's tokens are drafted as the plan has nodes, and no deeper than its depth. Arguments as of
-    ``DraftModel``; siblings are drawn as "point".
+    ``DraftModel``; siblings are drawn as "deterministic".
     """
 
     vocabularies: StringTokens

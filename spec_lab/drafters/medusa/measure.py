@@ -103,7 +103,7 @@ class Collect(Proposer):
     """
 
     name = "collect"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     nodes = 0
     requires: Requires
 

@@ -59,7 +59,7 @@ class Medusa(Proposer):
     """
 
     name = "medusa"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     nodes: int
     branches: bool
     requires: Requires

@@ -167,7 +167,7 @@ def scores(
     Raises:
         ValueError: a request broke; names it.
     """
-    towards, mode, drafted = Score(1.0 if proposer.drawn == "point" else 2.0), Score(1.0), Score(1.0)
+    towards, mode, drafted = Score(1.0 if proposer.drawn == "deterministic" else 2.0), Score(1.0), Score(1.0)
     for start in range(0, len(requests), batch_size):
         some = requests[start : start + batch_size]
         group = fixed_group(Arm(target, proposer, verifier, CounterDraws(seed), applied), some)
@@ -244,7 +244,7 @@ def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
 
 def _score_draft(score: Score, draft: Draft) -> None:
     """Add whether each draft token has the largest q given its earlier siblings; nothing where points occur."""
-    if draft.q is None or draft.q_row is None or not draft.shape.nodes or "point" in draft.ways:
+    if draft.q is None or draft.q_row is None or not draft.shape.nodes or "deterministic" in draft.ways:
         return
     shape, token = draft.shape, draft.token.cpu()
     q = draft.q[torch.from_numpy(draft.q_row[shape.parent]).to(draft.q.device)].double().cpu()

@@ -179,7 +179,7 @@ def predicted(
 
 def follows_tree(proposer: Proposer) -> bool:
     """Return whether the accepted tokens of a drafter with a plan are those of its own tree, not of a chain."""
-    return isinstance(proposer, TreeProposer) and proposer.plan.branches and proposer.plan.drawn == "point"
+    return isinstance(proposer, TreeProposer) and proposer.plan.branches and proposer.plan.drawn == "deterministic"
 
 
 class AlongText:
@@ -199,7 +199,7 @@ class AlongText:
             self.proposer = copy(proposer)  # it shares the network
             self.proposer.plan = self.plan
             self.draft_sampling, self.confidence = plan.sampling(sampling), plan.confidence
-            self.deterministic = plan.drawn == "point" or self.draft_sampling.temperature == 0
+            self.deterministic = plan.drawn == "deterministic" or self.draft_sampling.temperature == 0
 
     @torch.inference_mode()
     def along(self, answers: Sequence[Answer]) -> list[Predicted]:
@@ -318,10 +318,10 @@ class AlongText:
         Raises:
             ValueError: it holds sampled tokens.
         """
-        if draft.shape.nodes and draft.ways != {"point"}:
+        if draft.shape.nodes and draft.ways != {"deterministic"}:
             raise ValueError(
-                f"check-drafter cannot read q from '{self.proposer.name}', whose drafts are sampled: set drawn=point, "
-                "or check each of its parts"
+                f"check-drafter cannot read q from '{self.proposer.name}', whose drafts are sampled: set "
+                "drawn=deterministic, or check each of its parts"
             )
         shape, tokens = draft.shape, draft.token.cpu().numpy()
         for root, text in enumerate(texts):

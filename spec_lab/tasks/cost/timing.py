@@ -49,7 +49,7 @@ class Fixed(Proposer):
     nodes: int
     vocabulary: int
     name: str = "fixed"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     _drafts: dict[int, Draft] = field(default_factory=dict, compare=False, repr=False)
 
     @property

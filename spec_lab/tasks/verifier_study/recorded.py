@@ -295,7 +295,7 @@ class Bounds:
         """Keep p and q at the root of a draft."""
         draft, key = drafted.draft, (drafted.position, drafted.proposer)
         first = draft.shape.children[0]
-        if draft.ways == {"point"} or not len(first):
+        if draft.ways == {"deterministic"} or not len(first):
             self._known[key] = covered(draft, drafted.p[0])
             return
         if len(draft.ways) > 1:  # no closed form is known

@@ -55,9 +55,9 @@ def conversations():
 
 RUNS = {
     "greedy": lambda: lab(),
-    "sampled": lambda: lab(temperature=1.0, proposer=draft_model("2x2", "without")),
+    "sampled": lambda: lab(temperature=1.0, proposer=draft_model("2x2", "without_replacement")),
     "constrained": lambda: lab(
-        temperature=1.0, proposer=draft_model("2x1", "without"), applied=AppliedConstraint(EvenTokens())
+        temperature=1.0, proposer=draft_model("2x1", "without_replacement"), applied=AppliedConstraint(EvenTokens())
     ),
     "forks": lambda: lab(temperature=1.0, proposer=Null(), verifier=Match(), applied=forking()),
     "turns": conversations,

@@ -33,7 +33,7 @@ MANIFEST = {
     "sampling": {"temperature": 0.7},
     "parts": {"proposer": "medusa", "verifier": "typical", "constraint": "none", "lossless": False},
     "proposers": {
-        "speculative": {"name": "medusa", "drawn": "point", "nodes": 9, "tree": "0 1"},
+        "speculative": {"name": "medusa", "drawn": "deterministic", "nodes": 9, "tree": "0 1"},
         "other": {"name": "o"},
     },
     "machine": {"processor": "A CPU", "gpus": ["H100", "H100"]},
@@ -48,7 +48,7 @@ def test_the_config_is_nested_under_the_names_of_the_options_and_complete():
         "experiment": "toy",
         "target": {"path": "models/toy"},
         "proposer": {
-            "name": "medusa", "drawn": "point", "nodes": 9, "depth": 4, "path": "org/heads", "api_key": "***"
+            "name": "medusa", "drawn": "deterministic", "nodes": 9, "depth": 4, "path": "org/heads", "api_key": "***"
         },
         "verifier": {"name": "typical"},
         "policy": {"name": "none"},

@@ -37,7 +37,7 @@ class Pairs(Uniform):
     """Drafts two siblings, and does not declare that."""
 
     name, nodes = "pairs", 2
-    drawn = "point"
+    drawn = "deterministic"
 
     def propose(self, batch):
         tokens = torch.tensor([0, 1] * len(batch.sequences))

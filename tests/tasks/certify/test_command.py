@@ -60,7 +60,7 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     assert {"commit", "versions", "machine", "threads", "weights_sha256", "alpha", "power"} <= set(written)
     assert written["weights_sha256"]["target"] and written["versions"]["torch"]
     (pair,) = written["pairs"]
-    assert (pair["proposer"], pair["drawn"], pair["verifier"]) == ("ngram", "point", "token")
+    assert (pair["proposer"], pair["drawn"], pair["verifier"]) == ("ngram", "deterministic", "token")
     assert pair["certified"] == "exact" and pair["declared_lossless"] is True and pair["failed"] is None
     assert pair["exact"]["instances"] == len(every_instance()) and pair["exact"]["drafts"] == "proposer"
     names = ["joint distribution of four tokens", "towards the draft", "mode"]
@@ -106,7 +106,7 @@ def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cl
     assert code == 0, errors
     pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]
     assert pairs == [("ngram", "token"), ("ngram", "match"), ("none", "token"), ("none", "match")]
-    left = ["ngram (point), kseq", "none (point), kseq"]
+    left = ["ngram (deterministic), kseq", "none (deterministic), kseq"]
     assert certificate()["left_out"] == left and "; ".join(left) in output
     assert "none point match lossless" in output
 
@@ -134,7 +134,7 @@ def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, 
         ("task.samples=many", "task.samples must be a whole number of 1 or more, not 'many'"),
         ("task.tokenz=3", "Key 'tokenz' is not in struct"),
         ("+task.tokenz=3", "task.tokenz: did you mean task.tokens?"),
-        ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'point'"),
+        ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'deterministic'"),
     ],
 )
 @pytest.mark.one_in(3)
@@ -177,7 +177,7 @@ from spec_lab.verify import Lenient, Token, Verifier
 
 
 class Verifies(Verifier):
-    accepts = frozenset({"iid", "point"})
+    accepts = frozenset({"iid", "deterministic"})
 
     def __init__(self, lenience=1.0, lossless=True):
         self.name, self.lenience, self.lossless = "mine", lenience, lossless
@@ -236,8 +236,10 @@ def test_a_verifier_wrongly_declared_lossless_fails_and_the_first_wrong_text_is_
     written = certificate()
     assert written["complete"] is True and written["certified"] is False
     (why,) = written["failed"]
-    assert why.startswith("ngram (point), mine: after [")
-    assert "FAILS: ngram (point), mine: after [" in output and "] token " in output and "has probability" in output
+    assert why.startswith("ngram (deterministic), mine: after [")
+    assert (
+        "FAILS: ngram (deterministic), mine: after [" in output and "] token " in output and "has probability" in output
+    )
     assert "Traceback" not in errors
 
 
@@ -257,7 +259,7 @@ def test_a_bias_that_only_samples_show_is_confirmed_and_fails(flat_cli, certific
     """Gumbel drafts are not enumerated. A verifier that reuses their noise is rejected, and again with more samples."""
 
     def leaky(self, draft, p):
-        verdict = Token()(replace(draft, drawn="without", noise=None), p)
+        verdict = Token()(replace(draft, drawn="without_replacement", noise=None), p)
         return replace(verdict, residual=honest(self, draft, p).residual)
 
     honest = Gumbel.__call__
@@ -282,7 +284,7 @@ def test_a_pair_that_raises_is_reported_and_the_others_are_kept(flat_cli, certif
     written = certificate()
     assert written["complete"] is True and written["certified"] is False
     assert [(pair["verifier"], pair["certified"]) for pair in written["pairs"]] == [("token", "exact")]
-    assert "draft_tree (point), mine: verifier 'mine' raised KeyError" in written["failed"][0]
+    assert "draft_tree (deterministic), mine: verifier 'mine' raised KeyError" in written["failed"][0]
     assert "FAILS" in output
     code, _, errors = flat_cli(*mine, *SHORT, *options, "seed=1")
     assert code == 1 and "already holds another run" in errors

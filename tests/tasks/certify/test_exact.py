@@ -74,7 +74,7 @@ def shared_tokens():
 
 
 def string_model(tree):
-    plan = TreePlan(parse(tree), "point", penalized=False)
+    plan = TreePlan(parse(tree), "deterministic", penalized=False)
     return StringDraftModel(DRAFT, TARGET.context, plan, vocabularies=StringTokens(list, list, (), (), {}))
 
 
@@ -95,12 +95,12 @@ def cascade(inner, verifier=None, **options):
     return DraftCascade(Arm(model, inner, verifier or Token(), CounterDraws(0)), 2, **options)
 
 
-def eagle(settings, tree="2x1", drawn="point", **options):
+def eagle(settings, tree="2x1", drawn="deterministic", **options):
     network = random_network(network_of(settings), TARGET)
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn, **options), "eagle")
 
 
-def hydra(prefix, tree="2x1", drawn="point", **options):
+def hydra(prefix, tree="2x1", drawn="deterministic", **options):
     settings = HydraSettings(4, 4, 3, 2, small_layer(4) if prefix else None, shared_lm_head=prefix)
     return Hydra(random_network(HydraHeads(settings), TARGET), TARGET, TreePlan(parse(tree), drawn, **options))
 
@@ -155,21 +155,21 @@ PROPOSERS = {
     "chain, confident": draft_model(confidence=0.6),
     "chain, warmer": draft_model(temperature=1.5),
     "tree iid": draft_model("2x1", confidence=0.5),
-    "tree without": draft_model("2x1", "without"),
-    "tree point": draft_model("2x1", "point", confidence=0.5),
+    "tree without": draft_model("2x1", "without_replacement"),
+    "tree point": draft_model("2x1", "deterministic", confidence=0.5),
     "chain of shared tokens": draft_model(vocabularies=shared_tokens()),
-    "tree of shared tokens": draft_model("2x1", "without", vocabularies=shared_tokens()),
+    "tree of shared tokens": draft_model("2x1", "without_replacement", vocabularies=shared_tokens()),
     "chain of another tokenizer's text": string_model("1x1"),
     "tree of another tokenizer's text": string_model("2x1"),
     "best first iid": draft_model(budget=Budget(3)),
-    "best first without": draft_model(drawn="without", budget=Budget(3, width=1)),
-    "best first point": draft_model(drawn="point", budget=Budget(3)),
+    "best first without": draft_model(drawn="without_replacement", budget=Budget(3, width=1)),
+    "best first point": draft_model(drawn="deterministic", budget=Budget(3)),
     "Medusa": medusa(trunk=False),
     "Medusa with a trunk": medusa(trunk=True),
     "Medusa with LM heads of its own": medusa(trunk=False, own_lm_heads=True),
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
-    "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without_replacement"),
     "EAGLE-3 with windows": eagle(
         Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 3, layers=2, windows=(2, None)), "1x1", "iid"
     ),
@@ -178,49 +178,53 @@ PROPOSERS = {
     ),
     "Hydra tree": hydra(prefix=False),
     "Hydra chain": hydra(prefix=False, tree="1x1", drawn="iid"),
-    "Hydra tree with a prefix layer": hydra(prefix=True, drawn="without"),
+    "Hydra tree with a prefix layer": hydra(prefix=True, drawn="without_replacement"),
     "Hydra best first": hydra(prefix=True, drawn="iid", budget=Budget(3, depth=3)),
     "Hydra reranked": hydra(prefix=False, budget=Budget(3, depth=3, rerank=True)),
     "MTP chain": mtp(MtpSettings(small_layer(4), 4, 4), "1x1", "iid"),
-    "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
+    "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without_replacement"),
     "block chain": block("1x1", "iid", size=3),
-    "block tree": block("2x1", "point", size=3),
-    "block with windows": block("2x1", "without", size=3, layers=2, windows=(5, None), causal=(True, False)),
+    "block tree": block("2x1", "deterministic", size=3),
+    "block with windows": block(
+        "2x1", "without_replacement", size=3, layers=2, windows=(5, None), causal=(True, False)
+    ),
     "block of causal rows": block("1x1", "iid", size=3, causal=(True,)),
-    "block with a smaller vocabulary": block("2x1", "without", size=3, draft_vocab_size=3),
+    "block with a smaller vocabulary": block("2x1", "without_replacement", size=3, draft_vocab_size=3),
     "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)),
     "block with Markov head, tree": block(
-        "2x1", "without", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)
+        "2x1", "without_replacement", size=2, predicts_next=True, head=HeadSettings("vanilla", 2)
     ),
     "block with a gated Markov head": block("1x1", "iid", size=2, predicts_next=True, head=HeadSettings("gated", 2)),
     "block with a recurrent Markov head": block("2x1", "iid", size=3, head=HeadSettings("rnn", 2)),
     "DFlash2 chain": block(
         "1x1", "iid", size=3, head=HeadSettings("selector", 2, candidates=3), conv_taps=2, conv_group=2
     ),
-    "DFlash2 tree": block("2x1", "without", size=3, head=HeadSettings("selector", 2, candidates=2), conv_taps=2),
+    "DFlash2 tree": block(
+        "2x1", "without_replacement", size=3, head=HeadSettings("selector", 2, candidates=2), conv_taps=2
+    ),
     "Domino chain": block(
         "1x1", "iid", size=2, predicts_next=True, head=HeadSettings("domino", 2, state_size=2, uncorrected=1)
     ),
-    "Domino tree": block("2x1", "without", size=3, head=HeadSettings("domino", 2, state_size=2)),
+    "Domino tree": block("2x1", "without_replacement", size=3, head=HeadSettings("domino", 2, state_size=2)),
     "P-EAGLE chain": peagle("1x1", "iid"),
     "P-EAGLE with windows": peagle("1x1", "iid", windows=(5, None)),
-    "P-EAGLE tree": peagle("2x1", "without", draft_vocab_size=3),
+    "P-EAGLE tree": peagle("2x1", "without_replacement", draft_vocab_size=3),
     "PARD chain": pard("1x1", "iid"),
-    "PARD tree without": pard("2x1", "without"),
-    "PARD tree point": pard("2x1", "point"),
-    "draft model with a trimmed vocabulary": draft_model("2x1", "without", TrimmedTokens((0, 2, 3), 4)),
+    "PARD tree without": pard("2x1", "without_replacement"),
+    "PARD tree point": pard("2x1", "deterministic"),
+    "draft model with a trimmed vocabulary": draft_model("2x1", "without_replacement", TrimmedTokens((0, 2, 3), 4)),
     "PARD with a trimmed vocabulary": pard("1x1", "iid", TrimmedTokens((0, 2), 4)),
     "Medusa with a trimmed vocabulary": Medusa(
         Heads.random(TARGET, 2, False).trimmed(torch.tensor([0, 2, 3]), TARGET), parse("2x1")
     ),
     "EAGLE-1 with a trimmed vocabulary": trimmed(eagle(EagleSettings(small_layer(4), 4, 4), "1x1", "iid")),
     "EAGLE-3 with a trimmed vocabulary": trimmed(
-        eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without")
+        eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without_replacement")
     ),
-    "Hydra with a trimmed vocabulary": trimmed(hydra(prefix=True, drawn="without")),
+    "Hydra with a trimmed vocabulary": trimmed(hydra(prefix=True, drawn="without_replacement")),
     "MTP with a trimmed vocabulary": trimmed(mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "1x1", "iid")),
     "block with a trimmed vocabulary": trimmed(
-        block("2x1", "without", size=2, predicts_next=True, head=HeadSettings("gated", 2))
+        block("2x1", "without_replacement", size=2, predicts_next=True, head=HeadSettings("gated", 2))
     ),
     "DFlash2 with a trimmed vocabulary": trimmed(
         block("1x1", "iid", size=3, head=HeadSettings("selector", 2, candidates=4), conv_taps=2)
@@ -232,21 +236,23 @@ PROPOSERS = {
     "early exit, chain": early_exit(),
     "early exit, chain, confident": early_exit(confidence=0.6),
     "early exit, tree iid": early_exit("2x1"),
-    "early exit, tree without": early_exit("2x1", "without"),
-    "early exit, tree point": early_exit("2x1", "point"),
+    "early exit, tree without": early_exit("2x1", "without_replacement"),
+    "early exit, tree point": early_exit("2x1", "deterministic"),
     "early exit, best first": early_exit(drawn="iid", budget=Budget(3)),
-    "early exit, reranked": early_exit(drawn="point", budget=Budget(3, depth=3, rerank=True)),
+    "early exit, reranked": early_exit(drawn="deterministic", budget=Budget(3, depth=3, rerank=True)),
     "Kangaroo chain, confident": kangaroo(confidence=0.4),
-    "Kangaroo tree": kangaroo("2x1", "without"),
-    "Kangaroo, reranked": kangaroo(drawn="point", budget=Budget(3, depth=3, rerank=True)),
-    "union with an early exit": union(Ngram(2, 2, 1), early_exit("2x1", "without")),
+    "Kangaroo tree": kangaroo("2x1", "without_replacement"),
+    "Kangaroo, reranked": kangaroo(drawn="deterministic", budget=Budget(3, depth=3, rerank=True)),
+    "union with an early exit": union(Ngram(2, 2, 1), early_exit("2x1", "without_replacement")),
     "skipped MLP, chain": skip(),
-    "skipped MLP, tree without": skip("2x1", "without"),
-    "skipped MLP, best first": skip(drawn="point", budget=Budget(3)),
-    "searched sublayers": searched("2x1", "without"),
-    "union of two early exits": union(early_exit("1x1", "point"), early_exit("2", "without")),
-    "union of an early exit and skipped sublayers": union(early_exit("2", "point"), skip("1x1")),
-    "best of an n-gram and an early exit": best_of(Ngram(2, 2, 1), early_exit("2x1", "without"), start=1.0, memory=0.5),
+    "skipped MLP, tree without": skip("2x1", "without_replacement"),
+    "skipped MLP, best first": skip(drawn="deterministic", budget=Budget(3)),
+    "searched sublayers": searched("2x1", "without_replacement"),
+    "union of two early exits": union(early_exit("1x1", "deterministic"), early_exit("2", "without_replacement")),
+    "union of an early exit and skipped sublayers": union(early_exit("2", "deterministic"), skip("1x1")),
+    "best of an n-gram and an early exit": best_of(
+        Ngram(2, 2, 1), early_exit("2x1", "without_replacement"), start=1.0, memory=0.5
+    ),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram chain from the first match": Ngram(2, 2, 1, "first"),
     "n-gram tree": NgramTree(5, 3, 3, 1),
@@ -256,14 +262,14 @@ PROPOSERS = {
     "token recycling": Recycling(4, parse("2x1")),
     "union of points": union(Ngram(2, 3, 1), medusa(8)),
     "union with a sampled chain": union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid")),
-    "union with a sampled tree": union(Ngram(2, 2, 1), draft_model("2x1", "without")),
+    "union with a sampled tree": union(Ngram(2, 2, 1), draft_model("2x1", "without_replacement")),
     "union with a sampled tree that may repeat points": union(Ngram(2, 2, 1), draft_model("2", "iid"), exclude=False),
     "best of an n-gram and a chain": best_of(Ngram(2, 2, 1), draft_model("1x1", "iid"), start=1.0, memory=0.5),
     "cascade from an n-gram": cascade(Ngram(3, 3, 1)),
-    "cascade of points from an n-gram tree": cascade(NgramTree(5, 3, 3, 1), drawn="point"),
+    "cascade of points from an n-gram tree": cascade(NgramTree(5, 3, 3, 1), drawn="deterministic"),
     "cascade from a chain": cascade(draft_model("1x1", "iid"), temperature=1.5),
-    "cascade of points from a chain": cascade(draft_model("1x1", "iid"), drawn="point"),
-    "cascade from a tree": cascade(draft_model("2x1", "without"), Traversal()),
+    "cascade of points from a chain": cascade(draft_model("1x1", "iid"), drawn="deterministic"),
+    "cascade from a tree": cascade(draft_model("2x1", "without_replacement"), Traversal()),
     "cascade from a union": cascade(union(NgramTree(2, 2, 2, 1), draft_model("1x1", "iid"))),
     "cascade from a cascade": cascade(cascade(Ngram(2, 2, 1))),
     "suffix chain": Suffix.load(None, shared=9),
@@ -288,7 +294,7 @@ def require_exact(proof: Proof):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("exclude", [True, False])
 def test_traversal_verification_is_exact_for_sampled_nodes_beside_points(exclude):
-    both = union(NgramTree(2, 2, 2, 1), draft_model("2x1", "without"), exclude=exclude)
+    both = union(NgramTree(2, 2, 2, 1), draft_model("2x1", "without_replacement"), exclude=exclude)
     require_exact(prove(both, Traversal(), QUICK))
 
 
@@ -380,7 +386,7 @@ def test_a_chain_of_sampled_tokens_is_enumerated_at_temperature_0_where_the_toy_
 
 def test_a_step_may_begin_anywhere():
     for start in ((3,), (1, 2)):
-        assert examine(Instance(RandomToy(1), "2x1", start=start), "without", Traversal()).wrong is None
+        assert examine(Instance(RandomToy(1), "2x1", start=start), "without_replacement", Traversal()).wrong is None
     first, other = (examine(Instance(FEW, "1x1", start=start), "iid", Token()) for start in ((0,), (3,)))
     assert first.accepted != other.accepted
 
@@ -506,7 +512,7 @@ def failed(proof, verifier):
 
 
 @pytest.mark.parametrize("verifier", [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")])
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 @pytest.mark.each_value
 def test_a_cascade_is_exact_against_its_own_target(verifier, drawn):
     assert prove(drawn, verifier, STEPS[:4] + STEPS[30:34]).own_target_tv < 1e-12
@@ -528,7 +534,7 @@ def test_a_lossy_verifier_that_is_not_exact_against_its_own_target_fails(broken)
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
-@pytest.mark.parametrize("drawn", ["iid", "without"])
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_a_wrong_declaration_is_found_and_localised(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
     assert proof.worst.tv > 0.01

@@ -35,7 +35,7 @@ class Fails(Uniform):
 class Unkeyed(Uniform):
     """Drafts with a random generator of its own."""
 
-    name, drawn = "unkeyed", "point"
+    name, drawn = "unkeyed", "deterministic"
 
     def __init__(self):
         self.random = Random(0)

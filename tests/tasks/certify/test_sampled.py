@@ -38,10 +38,10 @@ def histogram(drafts, verifier, samples=SAMPLES):
 @pytest.mark.parametrize(
     ("drafts", "verifier"),
     [
-        ("without", Traversal()),
+        ("without_replacement", Traversal()),
         ("gumbel", Gumbel()),  # the only one that is not enumerated
         pytest.param("iid", Token(), marks=pytest.mark.nightly),
-        pytest.param("point", Match(), marks=pytest.mark.nightly),
+        pytest.param("deterministic", Match(), marks=pytest.mark.nightly),
         pytest.param("iid", KSeq(), marks=pytest.mark.nightly),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -68,7 +68,7 @@ def test_gumbel_noise_that_is_reused_is_found():
 
     class Racing(Gumbel):
         def __call__(self, draft, p):
-            verdict = Token()(replace(draft, drawn="without", noise=None), p)
+            verdict = Token()(replace(draft, drawn="without_replacement", noise=None), p)
             return replace(verdict, residual=Gumbel()(draft, p).residual)
 
     assert histogram("gumbel", Racing(), 1000).p_value < ALPHA
@@ -108,10 +108,10 @@ def rejected(score_of):
 PAIRS = {
     "iid": lambda: (draft_model("1x1"), Token()),
     "iid tree": lambda: (draft_model("3"), KSeq()),
-    "without": lambda: (draft_model("2x1", "without"), Traversal()),
-    "many without": lambda: (draft_model("8", "without", temperature=0.5), Token()),
+    "without_replacement": lambda: (draft_model("2x1", "without_replacement"), Traversal()),
+    "many without": lambda: (draft_model("8", "without_replacement", temperature=0.5), Token()),
     "gumbel": lambda: (draft_model("2x1", "gumbel"), Gumbel()),
-    "point": lambda: (draft_model("2x1", "point"), Match()),
+    "deterministic": lambda: (draft_model("2x1", "deterministic"), Match()),
     "its own temperature": lambda: (draft_model("1x1", temperature=1.7), Token()),
     "no model": lambda: (Uniform(), Traversal()),
     "n-gram": lambda: (Ngram(3, 3, 1), Token()),
@@ -124,7 +124,7 @@ def test_correct_pairs_pass_every_test(name):
     proposer, verifier = PAIRS[name]()
     score_of = scored(proposer, verifier)
     assert all(score.bound > 1e-3 for score in score_of.values())
-    drafted = [] if proposer.drawn == "point" else ["draft"]
+    drafted = [] if proposer.drawn == "deterministic" else ["draft"]
     assert list(score_of) == ["towards the draft", "mode", *drafted]
     assert score_of["mode"].tokens == 96 * 24
     assert 0 < score_of["towards the draft"].tokens < 96 * 24, "one for each step that drafted"
@@ -154,7 +154,7 @@ def test_the_control_is_rejected_towards_the_draft():
 
 
 def test_a_deterministic_draft_that_is_accepted_too_often_is_rejected_towards_the_draft():
-    likely = draft_model("2", "point", seed=0, num_hidden_layers=2)  # the target's own likeliest tokens
+    likely = draft_model("2", "deterministic", seed=0, num_hidden_layers=2)  # the target's own likeliest tokens
     score_of = scored(likely, VERIFIERS["typical"], requests(count=24))
     assert "towards the draft" in rejected(score_of) and score_of["towards the draft"].z > 0
 

@@ -42,7 +42,7 @@ NEW = 40
 class Answers(Proposer):
     """Drafts the target's own answers; shuffled ones where ``right`` is False."""
 
-    name, drawn, branches = "answers", "point", False
+    name, drawn, branches = "answers", "deterministic", False
 
     def __init__(self, answers, depth, right=True):
         self.answers, self.nodes, self.depth, self.right = answers, depth, depth, right

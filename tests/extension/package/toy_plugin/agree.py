@@ -14,7 +14,7 @@ class Agree(Verifier):
     """Lossless however the draft was made: every token is a sample of the target, the draft only saves forwards."""
 
     name = "agree"
-    accepts = frozenset({"iid", "without", "point"})
+    accepts = frozenset({"iid", "without_replacement", "deterministic"})
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

@@ -20,7 +20,7 @@ class Bigram(Proposer):
 
     depth: int
     name: str = "bigram"
-    drawn: Drawn = "point"  # the same text always gets the same draft, so there is no q
+    drawn: Drawn = "deterministic"  # the same text always gets the same draft, so there is no q
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Bigram":

@@ -47,7 +47,7 @@ class Lookahead(Proposer):
     window: int = 3
     depth: int = 2
     name: str = "lookahead"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = False
     requires: Requires = Requires(logits=True)
 

@@ -24,7 +24,7 @@ class Recycling(Proposer):
 
     widths: tuple[int, ...] = (2, 1)
     name: str = "recycling"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
     branches: bool = True
 
     @property

@@ -15,7 +15,7 @@ class Straight(Verifier):
     """Accept a token x with probability min(1, p(x) / q(x)); after a rejection emit from (p - q)+, else from p."""
 
     name = "straight"
-    accepts = frozenset({"iid", "without", "point"})
+    accepts = frozenset({"iid", "without_replacement", "deterministic"})
     lossless = True
     chains_only = True  # a proposer that drafts trees is refused, and ``certify`` enumerates chains
 

@@ -10,7 +10,7 @@ class Unfinished(Proposer):
     """Has no ``nodes``, for which there is no default."""
 
     name = "unfinished"
-    drawn: Drawn = "point"
+    drawn: Drawn = "deterministic"
 
     @staticmethod
     def load(target: Target) -> "Unfinished":

@@ -27,7 +27,7 @@ class Union(Proposer):
     depth: int = 2
     name: str = "union"
     drawn: Drawn = "iid"
-    draws: frozenset[Drawn] = frozenset({"point", "iid"})
+    draws: frozenset[Drawn] = frozenset({"deterministic", "iid"})
     branches: bool = True
 
     @staticmethod
@@ -54,7 +54,7 @@ class Union(Proposer):
             if room > 0:
                 picked = int(batch.draws.pick((weights / weights.sum())[None], [Key(*sequence.key, Purpose.DRAFT)])[0])
                 tree, drafted = [*tree, 0], [*drafted, picked]
-                codes += [WAYS.index("point")] * (len(drafted) - 1) + [WAYS.index("iid")]
+                codes += [WAYS.index("deterministic")] * (len(drafted) - 1) + [WAYS.index("iid")]
                 q.append(weights / weights.sum())
             parents.append(room > 0)
             shapes.append(Shape(1, np.array(tree, dtype=np.int64)))
