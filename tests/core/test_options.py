@@ -137,3 +137,10 @@ class Many(Proposer):
 
     def propose(self, batch):
         raise AssertionError("nothing is decoded")
+
+
+def test_a_former_value_is_refused_by_its_name_of_today():
+    with pytest.raises(WrongOption, match="drawn must be .* not 'point': 'point' is now called 'deterministic'"):
+        accept("drawn", "point", Literal["iid", "deterministic"])
+    with pytest.raises(WrongOption, match="one of iid, other, not 'point'$"):
+        accept("drawn", "point", Literal["iid", "other"])

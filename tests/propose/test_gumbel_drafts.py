@@ -262,7 +262,7 @@ def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_a
 
 
 def test_a_tree_is_refused_at_temperature_0_and_a_chain_is_not():
-    with pytest.raises(ValueError, match=r"drawn gumbel .*proposer\.drawn=p"):
+    with pytest.raises(ValueError, match=r"drawn gumbel .*proposer\.drawn=d"):
         draft_model("2x1", "gumbel").check_sampling(COLD)
     draft_model("2x1", "gumbel").check_sampling(WARM)
     draft_model("2x1", "gumbel", temperature=1.0).check_sampling(COLD)
