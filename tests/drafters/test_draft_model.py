@@ -364,7 +364,7 @@ def test_other_tokenizers_are_refused(target_with_words, tmp_path):
 @pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
     cold, warm = Sampling(0.0), Sampling(1.0)
-    with pytest.raises(ValueError, match=rf"drawn {drawn} .*proposer\.drawn=p"):
+    with pytest.raises(ValueError, match=rf"drawn {drawn} .*proposer\.drawn=d"):
         draft_model("2x1", drawn).check_sampling(cold)
     draft_model("2x1", drawn).check_sampling(warm)
     draft_model("2x1", drawn, temperature=1.0).check_sampling(cold)

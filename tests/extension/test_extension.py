@@ -182,7 +182,7 @@ def test_a_lossless_pair_is_certified(flat_cli, left_behind):
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 1000
-    assert "bigram point agree lossless, proved" in output
+    assert "bigram deterministic agree lossless, proved" in output
 
 
 @pytest.mark.parametrize("instances", ["quick", pytest.param("every", marks=pytest.mark.nightly)])

@@ -69,7 +69,7 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     assert pair["rejected"] == []
     assert written["control"]["p_value"] < 1e-6
     assert json.loads((tmp_path / "here" / "manifest.json").read_text())["config"]["task"]["samples"] == 600
-    assert "ngram point token lossless, proved" in output
+    assert "ngram deterministic token lossless, proved" in output
     assert f"Certificate and figure: {tmp_path / 'here'}" in output
 
 
@@ -108,7 +108,7 @@ def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cl
     assert pairs == [("ngram", "token"), ("ngram", "match"), ("none", "token"), ("none", "match")]
     left = ["ngram (deterministic), kseq", "none (deterministic), kseq"]
     assert certificate()["left_out"] == left and "; ".join(left) in output
-    assert "none point match lossless" in output
+    assert "none deterministic match lossless" in output
 
 
 @pytest.mark.nightly
