@@ -29,21 +29,21 @@ from spec_lab.tasks.lab import requests_of
 
 NEW, PROMPTS, LONGEST = 16, 9, 32
 
-POINT = {"token", "traversal", "match", "lenient"}
-IID = POINT | {"kseq"}
+DETERMINISTIC = {"token", "traversal", "match", "lenient"}
+IID = DETERMINISTIC | {"kseq"}
 RACED = {"match", "gumbel"}
 EXPECTED = {
-    "none": POINT,
+    "none": DETERMINISTIC,
     "draft_chain": IID,
     "draft_chain gumbel": RACED,
     "draft_chain warm": IID,
-    "draft_tree": POINT,
+    "draft_tree": DETERMINISTIC,
     "draft_tree iid warm": IID,
-    "draft_tree without warm": POINT,
+    "draft_tree without warm": DETERMINISTIC,
     "draft_tree gumbel warm": RACED,
-    "medusa": POINT,
-    "ngram": POINT,
-    "ngram_tree": POINT,
+    "medusa": DETERMINISTIC,
+    "ngram": DETERMINISTIC,
+    "ngram_tree": DETERMINISTIC,
 }
 """Which verifiers support which drafts; all other pairs are refused when a run is composed."""
 

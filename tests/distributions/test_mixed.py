@@ -127,7 +127,7 @@ class PointsKept(Rejection):
 class PointsAsSampled(Rejection):
     """A point is verified with the q of its parent, as if it had been drawn."""
 
-    accept = edited(Rejection.accept, "if self._code[node] == POINT:", "if False:")
+    accept = edited(Rejection.accept, "if self._code[node] == DETERMINISTIC:", "if False:")
 
 
 class LaterPointsToo(Rejection):

@@ -65,7 +65,7 @@ class Crowd(Uniform):
 class Remembers(Uniform):
     """Drafts the token with which any request ended last, from a store that it declares."""
 
-    name, drawn, shared_store = "remembers", "point", "the last token of all requests"
+    name, drawn, shared_store = "remembers", "deterministic", "the last token of all requests"
     last = None
 
     def propose(self, batch):
