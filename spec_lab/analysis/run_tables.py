@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spec_lab.analysis.text import COLUMNS
+from spec_lab.analysis.text import OWN, column
 from spec_lab.results import run_state
 from spec_lab.results.result import Cell, DataTable, cell
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WITH_INTERVAL = ("speedup", "correct", "correct_change")
 """Figures that are shown with their intervals."""
@@ -20,11 +23,11 @@ def figure_table(
 
     Args:
         rows: of ``sweep.collect``.
-        figures: names of ``text.COLUMNS``.
+        figures: names of ``text.COLUMNS``, or of ``own_figures``.
         heads: headings of the columns before the figures, and for each row their cells.
         labels: see ``heads``.
     """
-    columns = [*((head, False) for head in heads), *((COLUMNS[name].heading, True) for name in figures)]
+    columns = [*((head, False) for head in heads), *((column(name).heading, True) for name in figures)]
     cells = [[*before, *(figure_cell(row, name) for name in figures)] for before, row in zip(labels, rows, strict=True)]
     return DataTable(columns, cells)
 
@@ -33,7 +36,14 @@ def figure_cell(row: Mapping[str, Any], name: str) -> Cell:
     """Return the cell of a figure of a row of ``sweep.collect``, with its interval where that is shown."""
     from spec_lab.analysis.metrics import sweeps
 
-    return COLUMNS[name].cell(sweeps.with_bounds(row, name) if name in WITH_INTERVAL else row.get(name))
+    with_interval = name in WITH_INTERVAL or name.startswith(OWN)
+    return column(name).cell(sweeps.with_bounds(row, name) if with_interval else row.get(name))
+
+
+def own_figures(table: pd.DataFrame) -> list[str]:
+    """Return the columns of ``sweep.collect`` that hold metrics of one's own, without the bounds of intervals."""
+    names = [name for name in table if name.startswith(OWN) and not name.endswith(("_low", "_high"))]
+    return [name for name in names if name.count(".") == 1 and table[name].dtype.kind in "if"]
 
 
 def state_table(runs: Iterable[run_state.Run], names: Mapping[str, str]) -> DataTable:

@@ -74,6 +74,15 @@ COLUMNS = {
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
 
 
+OWN = "metrics."
+"""What the names of own metrics (``metrics.own``) begin with, where they stand beside other figures."""
+
+
+def column(name: str) -> FigureFormat:
+    """Return how a figure of ``COLUMNS``, or of a metric of one's own, is shown."""
+    return COLUMNS[name] if name in COLUMNS else FigureFormat(f"{name.removeprefix(OWN)} [95 %]", ".4g")
+
+
 MEANINGS = {figure.heading: figure.meaning for figure in COLUMNS.values() if figure.meaning}
 """Meanings of the columns, by heading."""
 

@@ -63,21 +63,48 @@ def part_config(config: DictConfig, part: str) -> DictConfig:
 def task(config: DictConfig) -> Any:
     """Return the function that ``config.task`` names, with its scalar arguments.
 
-    It does the task's work when called with the lab, its settings and the config.
+    It does the task's work when called with the lab, its settings and the config. Errors as in ``function``.
+    """
+    return function(config, "task", 3)
+
+
+def function(config: DictConfig, part: str, arguments: int) -> Any:
+    """Return the function that ``config[part]`` names, with its scalar arguments.
+
+    Args:
+        config: of the run.
+        part: its path.
+        arguments: how many others it is called with, by position.
 
     Raises:
-        Refused: there is no such thing; an option it does not take; names it.
+        Refused: there is no such thing; an option that it does not have; names it.
     """
-    named = part_config(config, "task")
+    named = part_config(config, part)
     for key in sorted(OmegaConf.missing_keys(named)):
         raise Refused(f"spec_lab: {key} has no default: give {key}=... on the command line")
     try:
-        made = instantiate(named, _partial_=True)
-        inspect.signature(made.func).bind(None, None, None, **made.keywords)
+        made = instantiate(named, _partial_=True, _convert_="all")
+        inspect.signature(made.func).bind(*[None] * arguments, **made.keywords)
     except (Exception, SystemExit) as error:
         message = fault(error, str(named["_target_"]))
-        raise Refused(f"spec_lab: {'task.' if message.startswith('_target_=') else 'task: '}{message}") from error
+        raise Refused(f"spec_lab: {part}{'.' if message.startswith('_target_=') else ': '}{message}") from error
     return made
+
+
+def own_metrics(config: DictConfig) -> dict[str, Any]:
+    """Return the functions that the entries of ``config.metrics`` name, by the entry's name.
+
+    Raises:
+        Refused: as in ``function``; a name that the value of a metric cannot have.
+    """
+    from spec_lab.analysis.metrics import returned_names
+
+    functions = {str(name): function(config, f"metrics.{name}", 2) for name in config.get("metrics") or {}}
+    try:
+        returned_names(functions)
+    except WrongOption as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+    return functions
 
 
 def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:

@@ -17,13 +17,14 @@ from spec_lab.cli.bundled import conf
 from spec_lab.cli.declarations import check_values, qualified
 from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
-from spec_lab.core.options import WrongOption
+from spec_lab.core.options import WrongOption, brief
 from spec_lab.models import ranks
 from spec_lab.results import run_names
 
 STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
 TRAIN = "spec_lab.tasks.train.train"
-DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", STREAM)
+BENCHMARK = "spec_lab.tasks.benchmark.run"
+DECODING = (BENCHMARK, "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""
 
 UNUSED = {
@@ -108,6 +109,29 @@ def check_options(config: DictConfig) -> None:
         check_values(config, options)
     except WrongOption as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
+
+
+def check_metrics(config: DictConfig) -> None:
+    """Refuse metrics that are no mapping of names to functions, and those of a task that does not compute any.
+
+    Raises:
+        Refused: says how a metric is named, or which task computes it.
+    """
+    if not (named := config.get("metrics")):
+        return
+    if not OmegaConf.is_dict(named):
+        raise Refused(f"spec_lab: metrics must be a mapping of names to functions, not {brief(named)}")
+    if "_target_" in named:
+        name = named["_target_"].rpartition(".")[2]
+        raise Refused(
+            f"spec_lab: metrics._target_={named['_target_']} has no name, by which several can be chosen: let its file "
+            f"in conf/metrics begin with the line '# @package metrics.NAME', where NAME is such as {name}"
+        )
+    if OmegaConf.select(config, "task._target_") != BENCHMARK:
+        raise Refused(
+            "spec_lab: metrics are functions of the tables of task=benchmark, and this task has none: leave out "
+            f"metrics=[{','.join(map(str, named))}], or set task=benchmark"
+        )
 
 
 def check_torchrun(config: DictConfig) -> None:

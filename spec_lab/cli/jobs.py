@@ -17,12 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import build
-from spec_lab.cli.redaction import overrides_of, without_values
+from spec_lab.cli.redaction import overrides_of, without_values, written
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.cli.start import REUSED, start
 from spec_lab.core.faults import described, location, of_a_part
 from spec_lab.core.files import read_json
-from spec_lab.results import run_state, sweep
+from spec_lab.results import run_figures, run_state, sweep
 
 
 def job(config: DictConfig) -> None:
@@ -153,13 +153,20 @@ def identity(config: DictConfig) -> str:
 
 
 def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
-    """Return whether a finished run has this configuration, these prompts and the same code from other packages."""
+    """Return whether a finished run has this configuration, these prompts and the same code from other packages, and
+    the values of these metrics.
+    """
     from spec_lab.results.manifest import digest, same_code
+    from spec_lab.results.sources import code
     from spec_lab.text.prompts import digest as of_prompts
 
     begun, resolved = read_json(out / "manifest.json") or {}, _resolved(config)
+    named = {"metrics": written(config).get("metrics") or None}
+    computed = run_figures.left_behind(out).get("own_metrics") or {}
     return (
         how.get("config_sha256") == digest(resolved)
+        and named["metrics"] == computed.get("config")
+        and code(named, (), REUSED) == computed.get("code", {})
         and ("prompts_sha256" not in begun or begun["prompts_sha256"] == of_prompts(build(config, "prompts")))
         and same_code(begun, resolved, REUSED)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
@@ -61,8 +62,9 @@ class Preflight(Callback):
         check_sweeper(config)
         check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
-        for option in run_names.UNIDENTIFYING:
-            if len({override for job in jobs for override in job if run_names.key(override) == option}) > 1:
+        alike = {override for job in jobs for override in job if not run_names.identifying([override])}
+        for option, values in Counter(map(run_names.key, alike)).items():
+            if values > 1:
                 raise SystemExit(f"spec_lab: {option} cannot be swept: it does not distinguish runs")
         if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
             raise SystemExit(

@@ -28,6 +28,7 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from spec_lab.cli.build import own_metrics
 from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import brief, one_of, whole
@@ -51,13 +52,22 @@ def result(objective: str, out: Path) -> float | None:
     return float(figure) if isinstance(figure, int | float) else None
 
 
-def figures() -> list[str]:
-    """Return the figures that can be an objective, named as in ``summary.json``, with dots where they are nested."""
-    from spec_lab.analysis import metrics
-    from spec_lab.results import writer
+def figures(config: DictConfig, objective: str) -> list[str]:
+    """Return the figures that can be an objective, named as in ``summary.json``, with dots where they are nested.
 
-    nothing = writer.Tables(**{name: writer.schema(name).empty_table().to_pandas() for name in writer.SCHEMAS})
-    return list(_numbers(metrics.summarise(nothing, "speculative")))
+    Args:
+        config: of the search; the names of its own metrics are known only if they return values for a run without rows.
+        objective: taken for a figure if it is an own metric's and these are not known.
+
+    Raises:
+        Refused: the metrics cannot be built, or return a name that they cannot have.
+    """
+    from spec_lab.analysis import metrics
+    from spec_lab.analysis.text import OWN
+
+    names = metrics.returned_names(own_metrics(config))
+    known = [objective] * objective.startswith(OWN) if names is None else [f"{OWN}{name}.mean" for name in names]
+    return [*_numbers(metrics.summarise(metrics.Tables.empty(), "speculative")), *known]
 
 
 def _numbers(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -94,13 +104,14 @@ def check(config: DictConfig) -> None:
     searched, given = _space(config)
     objective = "null" if sweeper.objective is None else str(sweeper.objective)
     task = OmegaConf.select(config, "task._target_")
-    known = figures() if task == "spec_lab.tasks.benchmark.run" else ()  # the figures of other tasks are not known here
+    decoding = task == "spec_lab.tasks.benchmark.run"  # the figures of other tasks are not known here
+    known = figures(config, objective) if decoding else ()
     if known and objective not in known:
         near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
         raise ValueError(
             f"hydra.sweeper.objective={objective} is not a figure of summary.json; choose {', '.join(near)} or another"
         )
-    if task == "spec_lab.tasks.benchmark.run" and "speedup" in objective:
+    if decoding and "speedup" in objective:
         other = "or search for hydra.sweeper.objective=tokens_per_second"
         if config.get("baseline") is False:
             raise ValueError(

@@ -15,11 +15,22 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import apply_constraint, build, build_each, build_mode, mode_config, rebuilt, task, under_policy
+from spec_lab.cli.build import (
+    apply_constraint,
+    build,
+    build_each,
+    build_mode,
+    mode_config,
+    own_metrics,
+    rebuilt,
+    task,
+    under_policy,
+)
 from spec_lab.cli.config_checks import (
     RECOMMEND,
     check_drawing,
     check_gguf,
+    check_metrics,
     check_options,
     check_texts,
     check_torchrun,
@@ -136,7 +147,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     settings = Settings(output_dir=out, overrides=given, given=typed, config_sha256=identity, **scalars)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
-    prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    prompts, tracker, metrics = build(config, "prompts"), build(config, "tracker"), own_metrics(config)
     check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
     LOG.info("Reading the files of drafters")
@@ -160,7 +171,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     applied, pieces = apply_constraint(config, settings, target)
     lab = Lab(
         target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces,
-        partial(rebuilt, begun, target), partial(build_mode, begun, target),
+        partial(rebuilt, begun, target), partial(build_mode, begun, target), metrics,
     )  # fmt: skip
     return work, lab, settings, shown
 
@@ -171,6 +182,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
     """
     check_options(config)
+    check_metrics(config)
     check_gguf(config)
     check_texts(config)
     drop_unused(config)

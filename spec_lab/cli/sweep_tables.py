@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from spec_lab.analysis.console import WIDE, say, show_table
-from spec_lab.analysis.run_tables import figure_table, state_table
+from spec_lab.analysis.run_tables import figure_table, own_figures, state_table
 from spec_lab.core.terminal import visible
 from spec_lab.results import run_names, sweep
 from spec_lab.results.result import Cell
@@ -82,9 +82,9 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
         for row in rows
     ]
     for figures in (
-        (_with_accuracy(FIGURES, shown), MORE_FIGURES)
+        (_with_further(FIGURES, shown), MORE_FIGURES)
         if verbose or console.width >= WIDE
-        else (_with_accuracy(FIGURES, shown),)
+        else (_with_further(FIGURES, shown),)
     ):
         _print_rows(heads, names, rows, figures, console)
     base = table[table["arm"] == "baseline"].reindex(columns=["roofline_share", "memory_bound_steps"])
@@ -114,7 +114,7 @@ def _print_rows(
             console.print(visible(f"{number}: {', '.join(parts)}"), highlight=False)
 
 
-def _with_accuracy(figures: Sequence[str], table: Any) -> tuple[str, ...]:
-    """Return the figures, with the share of correct answers where answers were checked."""
+def _with_further(figures: Sequence[str], table: Any) -> tuple[str, ...]:
+    """Return the figures, with the share of correct answers where answers were checked, and metrics of one's own."""
     checked = "correct" in table and bool(table["correct"].notna().any())
-    return (*figures, *["correct"] * checked)
+    return (*figures, *["correct"] * checked, *own_figures(table))

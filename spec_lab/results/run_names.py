@@ -8,8 +8,10 @@ from re import ASCII, sub
 
 from spec_lab.results.redact import redacted
 
-UNIDENTIFYING = ("output_dir", "tracker", "retry", "verbose")
-"""Options about where results go, what is printed and retries: they do not make it another run."""
+UNIDENTIFYING = ("output_dir", "tracker", "metrics", "retry", "verbose")
+"""Options about where results go, what is computed from a run's rows, what is printed and retries: they do not make it
+another run.
+"""
 
 MAX_NAME = 120  # characters of a folder's name
 

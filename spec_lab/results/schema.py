@@ -189,6 +189,15 @@ TOKENS = {
 }
 """The text of every token that the group's steps drafted or emitted. The run option ``record=drafts`` writes it."""
 
+METRICS = {
+    "id": (_TEXT, "arm/metric/request"),
+    "arm": (_TEXT, "as in forwards"),
+    "metric": (_TEXT, "name of the value, as in summary.json below metrics"),
+    "request": (_WHOLE, "as in steps; -1: the value is one of the whole arm"),
+    "value": (_REAL, "the value"),
+}
+"""One row for each value of the metrics that the run option ``metrics`` names, computed when the run ends."""
+
 SCHEMAS = {"forwards": FORWARDS, "steps": STEPS, "requests": REQUESTS}
 
 _BYTES = pa.binary()

@@ -23,7 +23,7 @@ from spec_lab.core.request import BROKEN, Request, without_name
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import StepInfo
 from spec_lab.results import table_parts
-from spec_lab.results.schema import OPTIONAL, REPLAY, SCHEMAS, TOKENS
+from spec_lab.results.schema import METRICS, OPTIONAL, REPLAY, SCHEMAS, TOKENS
 from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.text.checkers import check
 from spec_lab.text.prompts import Prompt
@@ -36,6 +36,11 @@ class Tables:
     forwards: pd.DataFrame
     steps: pd.DataFrame
     requests: pd.DataFrame
+
+    @staticmethod
+    def empty() -> Tables:
+        """Return tables without rows."""
+        return Tables(**{name: schema(name).empty_table().to_pandas() for name in SCHEMAS})
 
 
 def rows_of(infos: Seq[StepInfo], group: int, arm: str, turn: int = 1, first: int = 0) -> tuple[Rows, Rows]:
@@ -384,6 +389,30 @@ def load_token_texts(out: str | Path) -> dict[int, str]:
     """
     tokens = TableParts(Path(out), {"tokens": TOKENS}).load()["tokens"]
     return dict(zip(tokens["token"].tolist(), tokens["text"].tolist(), strict=True))
+
+
+def write_metrics(out: Path, rows: Rows) -> None:
+    """Write the table ``metrics`` of a run in place of an earlier one; without rows only remove that.
+
+    Args:
+        out: the run's directory.
+        rows: their columns are those of ``schema.METRICS`` without ``id``.
+    """
+    (out / "metrics.parquet").unlink(missing_ok=True)
+    if rows:
+        named = [{"id": f"{row['arm']}/{row['metric']}/{row['request']}", **row} for row in rows]
+        parts = TableParts(out, {"metrics": METRICS})
+        parts.write("all", {"metrics": named})
+        parts.gather()
+
+
+def load_metrics(out: str | Path) -> pd.DataFrame:
+    """Return the rows of the table ``metrics`` of a run; none of a run without metrics, or that has not ended.
+
+    Raises:
+        Unreadable: see ``TableParts.load``.
+    """
+    return TableParts(Path(out), {"metrics": METRICS}).load()["metrics"]
 
 
 def schema(name: str) -> pa.Schema:

@@ -32,9 +32,10 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.decode.capacity import max_at_once
 from spec_lab.propose import Null
 from spec_lab.replay.bounds import ArmBounds, for_summary
+from spec_lab.results import sources
 from spec_lab.results.result import Result
 from spec_lab.results.schema import CHECK_COLUMNS, DRAFT_COLUMNS, TIMING_COLUMNS, TURN_COLUMNS
-from spec_lab.results.writer import Recorder
+from spec_lab.results.writer import Recorder, write_metrics
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.groups import BASELINE, attempts, check_repeats, decode_group, next_attempts
 from spec_lab.tasks.lab import GroupDecoder, Lab, Loop, Settings, Turn
@@ -172,10 +173,16 @@ class _Groups:
             used["cached_prompt_shares"] = metrics.cached_prompt_shares(tables.requests)
         bounds = for_summary(settings.output_dir) if settings.record == "replay" else {}
         with Progress(total=len(arms), desc="certificates", unit="arm", leave=False, disable=one_of_several()) as bar:
-            summary = _summary(lab, settings, arms, tables, self.config, facts.get("roofline"), bounds, bar)
+            bar.set_postfix_str("metrics")
+            own = metrics.own_metrics(lab.metrics, tables, metrics.arms(tables))
+            write_metrics(settings.output_dir, own.rows)
+            summary = _summary(lab, settings, arms, tables, self.config, facts.get("roofline"), bounds, own, bar)
             bar.set_postfix_str("comparing outputs")
             summary |= margins(lab, self.requests, tables)
         summary |= metrics.run_verdict(tables, facts, names).summary()
+        if settings.overrides is not None:  # of a sweep, which prints no result
+            for failure in own.failures:
+                LOG.warning("%s", failure)
         shown = _result if settings.overrides is None else None
         return Done(summary | used, shown, tables, drawn=DRAWN)
 
@@ -252,12 +259,13 @@ def _summary(
     config: Mapping[str, Any],
     roofline: Mapping[str, Any] | None,
     bounds: Mapping[str, ArmBounds],
+    own: metrics.OwnMetrics,
     bar: Progress,
 ) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms".
 
     ``roofline`` holds the facts of the manifest: of a resumed run, from when it began. ``bounds`` are those of arms
-    whose distributions were recorded. ``bar`` counts the arms.
+    whose distributions were recorded, ``own`` the values of the run's own metrics. ``bar`` counts the arms.
     """
     made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
     known = lab.target.cache.certificates
@@ -269,6 +277,7 @@ def _summary(
             | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
             | {"decisions": policy_note(tables.steps, name, lab.facts().get(name, {}))}
             | (bounds[name].figures() if name in bounds else {})
+            | ({"metrics": own.figures[name]} if lab.metrics else {})
         )
         bar.update()
     main = next(iter(each.values()))
@@ -290,8 +299,18 @@ def _summary(
         "arms": each,
         "against": metrics.speedups_over_peers(tables),
         **({"bounds": {name: bound.summary() for name, bound in bounds.items()}} if bounds else {}),
+        **({"own_metrics": _own(lab, config, own.failures)} if lab.metrics else {}),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
+
+
+def _own(lab: Lab, config: Mapping[str, Any], failures: Sequence[str]) -> dict[str, Any]:
+    """Return which metrics of one's own were computed, by which code, and what could not be.
+
+    They are no part of the manifest: the rows do not depend on them, and a run that is resumed may have others.
+    """
+    named = {"metrics": config.get("metrics")}
+    return {"config": named["metrics"], "code": sources.code(named, (), lab.target.cache), "failures": list(failures)}
 
 
 def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from spec_lab.analysis.metrics import Metric
 from spec_lab.analysis.tracking import Guarded, Tracker
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
@@ -117,6 +118,7 @@ class Lab:
             built from options. It raises ValueError for a value that it cannot have.
         modes: builds the proposer of a mode, which the task chooses; None outside of the command line. It raises
             ValueError for one that cannot run.
+        metrics: functions of the run's rows, by the name of their part.
     """
 
     target: Target
@@ -132,6 +134,7 @@ class Lab:
     pieces: Sequence[bytes] | None = None
     rebuild: Callable[[Mapping[str, Any]], Proposer] | None = None
     modes: Callable[[Any], Proposer] | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tracker, Guarded):  # an error in it must not end the run

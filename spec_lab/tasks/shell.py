@@ -104,6 +104,8 @@ class Task:
                 facts |= {name: summary[name] for name in JUDGED if name in summary}
                 write_json(out / "manifest.json", facts)
             result = done.result and done.result(out)
+            if lab.metrics:
+                lab.tracker.metrics({arm: figures["metrics"] for arm, figures in summary["arms"].items()})
             lab.tracker.finish(summary, _draw(result, out / "figures", done.drawn) if result else [], done.tables)
         except KeyboardInterrupt:
             if self.parts is not None:

@@ -14,6 +14,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.compare.rows import ArmParts, RunRows
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, factor, speedup_totals
+from spec_lab.analysis.text import OWN
 
 Verdict = Literal["significant", "not significant", "identical", "too few", "not tested"]
 
@@ -143,6 +144,7 @@ def compare_arms(reference: RunRows, other: RunRows) -> list[ArmComparison]:
                 *_speeds(reference, other, pair, groups),
                 *_accuracy(reference, other, pair, prompts),
                 *_acceptance(reference, other, pair, prompts),
+                *_own(reference, other, pair, prompts),
             ),
         )
         for pair in arms
@@ -205,6 +207,22 @@ def _accuracy(
         return []
     change = _change(both, shared)
     return [FigureChange("correct", "prompt", change.reference, change.other, change)]
+
+
+def _own(reference: RunRows, other: RunRows, arms: tuple[str, str], shared: pd.DataFrame | None) -> list[FigureChange]:
+    """Return the changes of the metrics of one's own that both runs have; values of a whole arm are not tested."""
+    both = [run.own_metrics(arm) for run, arm in zip((reference, other), arms, strict=True)]
+    changes = []
+    for metric in (name for name in both[0] if name in both[1]):
+        values, name = [each[metric] for each in both], OWN + metric
+        if any(metrics.WHOLE in value.index for value in values):
+            means = [float(value.mean()) for value in values]
+            changes.append(FigureChange(name, "prompt", means[0], means[1], None, "one value of the whole arm"))
+        else:
+            totals = [pd.DataFrame({"top": value, "bottom": 1.0}) for value in values]
+            change = _change(totals, shared)
+            changes.append(FigureChange(name, "prompt", change.reference, change.other, change))
+    return changes
 
 
 def _speeds(

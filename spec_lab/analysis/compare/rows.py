@@ -15,6 +15,7 @@ from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.roofline_text import share_in_words
 from spec_lab.core.roofline import Roofline
 from spec_lab.results.manifest import without_groups
+from spec_lab.results.writer import load_metrics
 
 
 class ArmParts(NamedTuple):
@@ -27,12 +28,13 @@ class ArmParts(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRows:
-    """A run's rows; ``broken`` are the groups in which a request broke."""
+    """A run's rows; ``broken`` are the groups in which a request broke, ``own`` the values of its own metrics."""
 
     selected: SelectedRun
     manifest: Mapping[str, Any]
     tables: metrics.Tables
     broken: frozenset[int]
+    own: pd.DataFrame
 
     @staticmethod
     def read(selected: SelectedRun) -> RunRows:
@@ -45,7 +47,9 @@ class RunRows:
         manifest, tables = manifest_of(folder), metrics.load(folder)
         if tables.requests.empty:
             raise ValueError(without_groups(folder, manifest))
-        run = RunRows(selected, manifest, tables, frozenset(metrics.broken_groups(tables.requests)))
+        run = RunRows(
+            selected, manifest, tables, frozenset(metrics.broken_groups(tables.requests)), load_metrics(folder)
+        )
         if run.requests.empty:
             raise ValueError(f"in every group of {folder} a request broke; see 'errors' in its summary.json")
         return run
@@ -59,6 +63,12 @@ class RunRows:
     def steps(self) -> pd.DataFrame:
         """The steps of groups that did not break."""
         return self.tables.steps[~self.tables.steps["group"].isin(self.broken)]
+
+    def own_metrics(self, arm: str) -> dict[str, pd.Series]:
+        """Return the values of the run's own metrics by name, indexed by request, of groups that did not break."""
+        whole = self.own["request"] == metrics.WHOLE
+        rows = self.own[(self.own["arm"] == arm) & (whole | self.own["request"].isin(self.requests["request"]))]
+        return {str(name): each.set_index("request")["value"] for name, each in rows.groupby("metric", sort=False)}
 
     @property
     def arms(self) -> list[str]:

@@ -25,7 +25,7 @@ Published formulas differ, so a figure is always named with its formula. Convent
 - Intervals are 95 %, over groups (``intervals``); fewer than ``MIN_CLUSTERS`` have none.
 - Every timed result carries a verdict on whether its times can be trusted (``verdict``).
 
-A figure over nothing is NaN.
+A figure over nothing is NaN. ``own`` computes those of functions of a user's (``conf/metrics``).
 """
 
 from spec_lab.analysis.metrics.acceptance import (
@@ -53,6 +53,7 @@ from spec_lab.analysis.metrics.intervals import (
     interval,
     ratio,
 )
+from spec_lab.analysis.metrics.own import WHOLE, Metric, OwnMetrics, own_metrics, returned_names
 from spec_lab.analysis.metrics.phases import PHASES, decode_seconds, mask_seconds, overhead, phase_seconds
 from spec_lab.analysis.metrics.published import (
     eagle_alpha,

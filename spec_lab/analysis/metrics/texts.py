@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import ratio
 from spec_lab.analysis.metrics.speed import broken_groups
+from spec_lab.core.options import Whole
+from spec_lab.results.writer import Tables
 
 
 def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
@@ -22,6 +24,24 @@ def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
         total += len(grams)
         repeated += len(grams) - len(set(grams))
     return ratio(repeated, total)
+
+
+def distinct(tables: Tables, arm: str, n: Annotated[int, Whole(1, 64)] = 2) -> dict[str, pd.Series]:
+    """Return the share of distinct n-grams of tokens in each output, below 1 where an output repeats itself.
+
+    Distinct-n of Li et al. (1510.03055), within each output. A lossy verifier that favours likely tokens lowers it.
+    Outputs of fewer than n tokens have no value; of a request that was forked, all outputs count.
+
+    Args:
+        tables: the run's rows.
+        arm: key of the arm.
+        n: tokens of an n-gram.
+    """
+    rows = tables.requests[tables.requests["arm"] == arm]
+    grams = [[tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)] for tokens in rows["tokens"]]
+    counts = pd.DataFrame({"distinct": [len(set(each)) for each in grams], "all": list(map(len, grams))}, dtype=float)
+    totals = counts.groupby(rows["request"].to_numpy()).sum()
+    return {f"distinct_{n}": (totals["distinct"] / totals["all"])[totals["all"] > 0]}
 
 
 class FirstDifference(NamedTuple):

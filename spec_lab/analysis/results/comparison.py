@@ -8,9 +8,9 @@ from functools import partial
 from spec_lab.analysis import figures
 from spec_lab.analysis.compare import ArmComparison, Comparison, FigureChange, SettingValues, as_frame
 from spec_lab.analysis.metrics import Interval
-from spec_lab.analysis.text import COLUMNS, verdict_line
+from spec_lab.analysis.text import OWN, column, verdict_line
 from spec_lab.core.terminal import short_path
-from spec_lab.results.result import Cell, DataTable, Result, Section
+from spec_lab.results.result import Cell, DataTable, Result, Section, number
 
 BADGES = {"significant": "strong", "too few": "warn"}
 
@@ -81,7 +81,7 @@ def _changes(pair: ArmComparison, level: float, explained: bool) -> DataTable:
         rows.append(
             [
                 Cell(heading(change.figure)),
-                *(Cell(value_text(value), value) for value in (change.reference, change.other)),
+                *(Cell(value_text(change, value), value) for value in (change.reference, change.other)),
                 Cell(change_text(change, change.simultaneous.mean), change.simultaneous.mean),
                 *(_ends(change, bounds, tested) for bounds in (change.simultaneous, change.interval)),
                 Cell(smallest, change.smallest if smallest else float("nan")),
@@ -120,19 +120,23 @@ def pair_title(pair: ArmComparison) -> str:
 
 def heading(figure: str) -> str:
     """Return the heading of a figure."""
-    return COLUMNS[figure].heading.removesuffix(" [95 %]")
+    return column(figure).heading.removesuffix(" [95 %]")
 
 
 def change_text(change: FigureChange, value: float) -> str:
     """Return a change of this figure as text, a factor or a difference; empty for NaN."""
     if value != value:
         return ""
+    if change.figure.startswith(OWN) and not change.relative:
+        return f"{value:+.3g}"
     digits = 3 if change.figure in ("draft_token_rate", "correct") else 2
     return f"×{value:.2f}" if change.relative else f"{value:+.{digits}f}"
 
 
-def value_text(value: float) -> str:
-    """Return a figure's value as text; empty for NaN."""
+def value_text(change: FigureChange, value: float) -> str:
+    """Return a value of this figure as text; empty for NaN."""
+    if change.figure.startswith(OWN):
+        return number(value, ".4g")
     return "" if value != value else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"[:5]
 
 

@@ -18,8 +18,10 @@ from spec_lab.analysis.roofline_text import baseline_notes, roofline_notes
 from spec_lab.analysis.text import (
     COLUMNS,
     MEANINGS,
+    OWN,
     accuracy_notes,
     cache_notes,
+    column,
     kv_notes,
     losslessness,
     margin_notes,
@@ -28,9 +30,10 @@ from spec_lab.analysis.text import (
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import trees
 from spec_lab.results.manifest import finite
-from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, interval, number, read_run
+from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, interval, number, read_run
 
 PARTS = {
+    "?metrics": {str: INTERVAL},
     "?proposer": (str, None), "?verifier": (str, None), "?constraint": (str, None), "?lossless": (bool, None),
     "?certified": (str, bool, None), "?certificate": (None, {
         "?failure": (str, None), "?missing": [str], "?worst_tv": (float, None), "?worst_instance": (str, None),
@@ -41,7 +44,7 @@ MARGIN = {"median": float, "largest": float}
 SUMMARY = {
     **PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}, "?bounds": {str: BOUNDS},
     "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL}, "?repeated_groups": {str: int},
-    "?answers": {"cut": int, "answers": int, "continued": int, "limit": int},
+    "?answers": {"cut": int, "answers": int, "continued": int, "limit": int}, "?own_metrics": {"failures": [str]},
 }  # fmt: skip
 """Fields that are read of ``summary.json``; figures are computed from the rows."""
 
@@ -251,6 +254,7 @@ def _warnings(run: RunFiles) -> list[str]:
         )
     if metrics.short_groups(requests) and requests["arm"].nunique() > 1:
         warnings.append("The last group has fewer prompts than the others: it is left out of all speeds.")
+    warnings += run.summary.get("own_metrics", {}).get("failures", [])
     errors = [error for error in requests["error"].unique() if error]
     return warnings + errors[:5] + [f"and {len(errors) - 5} more errors"] * (len(errors) > 5)
 
@@ -265,6 +269,7 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
     checked, reduced = known("correct"), known("calibration", "variance_reduction")
     names = [name for name in FIGURES if checked or not name.startswith("correct")]
     names += ["identical_outputs"] * (run.temperature == 0)
+    own = list(dict.fromkeys(OWN + name for values in arms.values() for name in values.get("metrics") or {}))
     for arm, values in arms.items():
         facts, (word, why) = run.manifest["proposers"].get(arm, {}), losslessness(values)
         drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
@@ -275,12 +280,13 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
                 Cell(values.get("verifier") or ""),
                 Cell(word, badge=BADGES.get(word, ""), title=why),
                 *(COLUMNS[name].cell(values.get(name)) for name in names),
+                *(column(name).cell((values.get("metrics") or {}).get(name.removeprefix(OWN))) for name in own),
                 *[cell((values.get("calibration") or {}).get("variance_reduction"), ".1f")] * reduced,
             ]
         )
     columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
-    columns += [(COLUMNS[name].heading, True) for name in names] + [("variance reduction", True)] * reduced
-    main = ["arm", *(COLUMNS[name].heading for name in MAIN_FIGURES)]
+    columns += [(column(name).heading, True) for name in names + own] + [("variance reduction", True)] * reduced
+    main = ["arm", *(column(name).heading for name in (*MAIN_FIGURES, *own))]
     more = [name for name, _ in columns if name not in main]
     return DataTable(columns, rows, more=more, meanings={**MEANINGS, "variance reduction": REDUCTION})
 

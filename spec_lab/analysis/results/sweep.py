@@ -14,7 +14,7 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import sweeps
-from spec_lab.analysis.run_tables import figure_table, state_table
+from spec_lab.analysis.run_tables import figure_table, own_figures, state_table
 from spec_lab.analysis.text import losslessness
 from spec_lab.core.terminal import short_path
 from spec_lab.results import run_names, run_state, sweep
@@ -114,7 +114,7 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     others = table[~table["run"].isin(rows["run"])]  # baselines alone, and tasks without arms
     parts = [frame for frame in (rows, others) if len(frame)]
     rows = pd.concat(parts, ignore_index=True) if parts else table
-    names = [name for name in FIGURES if name in rows and rows[name].notna().any()]
+    names = [name for name in (*FIGURES, *own_figures(rows)) if name in rows and rows[name].notna().any()]
     state = "lossless" in rows and bool(rows["lossless"].notna().any())
     judged = "verdict" in rows and bool(rows["verdict"].notna().any())
     heads = ["arm", *varied, *["losslessness"] * state, *["verdict"] * judged]

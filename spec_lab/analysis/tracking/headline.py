@@ -22,7 +22,7 @@ EVAL = {"accepted": "acceptance_rate", "agreed": "agreement"}
 
 LEFT_OUT = (
     "schema_version", "arms", "intervals", "experiment", "errors", "roofline", "sampling", "learning", "certificate",
-    "phase_seconds",
+    "phase_seconds", "own_metrics",
 )  # fmt: skip
 """Entries of ``summary.json`` that are shown elsewhere."""
 

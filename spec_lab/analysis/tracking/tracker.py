@@ -32,6 +32,14 @@ class Tracker:
     def training(self, line: Mapping[str, Any]) -> None:
         """Log a line of the learning curve of a training (``train.fit``)."""
 
+    def metrics(self, values: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> None:
+        """Log the values of the run's own metrics (``conf/metrics``), just before ``finish``.
+
+        Args:
+            values: by arm and name: ``mean``, and its interval from ``low`` to ``high``, None where there is none. The
+                arm of ``proposer`` is "speculative".
+        """
+
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
         """Log the contents of ``summary.json``, the figures and, of a task that has some, the rows."""
 

@@ -181,4 +181,5 @@ def _defaults(node: MappingNode, comments: _Comments) -> Iterator[Chosen]:
                 yield Chosen("", entry.value, comments.behind(entry))
             for option, chosen in entry.value if isinstance(entry, MappingNode) else ():
                 named = option.value.removeprefix("override ").strip().lstrip("/")
-                yield Chosen(named, chosen.value, comments.behind(chosen))
+                value = chosen.value if isinstance(chosen, ScalarNode) else comments.value(chosen)
+                yield Chosen(named, value, comments.behind(chosen))

@@ -19,6 +19,9 @@ from spec_lab.cli.explain.comments import ConfigFile
 from spec_lab.cli.explain.sources import Argument, Sources, plain
 
 EXPERIMENT = "experiment"
+METRICS = "metrics"
+"""A group of which several options are chosen at once: each stands below its name."""
+
 HYDRA_GROUPS = {
     EXPERIMENT: ("", "values for other options, under one name: +experiment=NAME"),
     "hydra/launcher": ("basic", "where the runs of a sweep are executed; basic: one by one; joblib: in parallel"),
@@ -70,6 +73,8 @@ class ConfigOption:
     def path(self, key: ConfigKey) -> str:
         """Return the name that ``key`` has on the command line."""
         above = self.group.replace("/", ".")
+        if self.group == METRICS:
+            return f"{above}.{self.name}.{key.name}"
         return key.name if above in ("", EXPERIMENT) else f"{above}.{key.name}"
 
 
