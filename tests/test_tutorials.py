@@ -22,6 +22,7 @@ ON_PAGES = {
     "write_a_proposer": [0, 0, 0],
     "write_a_verifier": [0, 1, 0, 1],
     "write_a_constraint": [0, 0, 0],
+    "write_a_metric": [0, 0],
 }
 """The exit codes of each page's commands, in order."""
 
@@ -70,7 +71,7 @@ def forget() -> None:
         del sys.modules[name]
 
 
-FAST = [("write_a_proposer", 1), ("write_a_verifier", 0), ("write_a_verifier", 1)]
+FAST = [("write_a_proposer", 1), ("write_a_verifier", 0), ("write_a_verifier", 1), ("write_a_metric", 1)]
 """Those of the short run, which has the constraint's page in a test of its own."""
 CASES = [
     pytest.param(page, number, marks=() if (page, number) in FAST else pytest.mark.nightly)
@@ -102,6 +103,14 @@ def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypat
         assert summary["proposer"] == chosen["proposer"] and summary["errors"] == []
         assert summary["verifier"] == chosen.get("verifier", "token")
         assert summary["tokens"] > 4
+        if "metrics=answers" in arguments:
+            assert {name: value["mean"] > 0 for name, value in summary["metrics"].items()} == {
+                "words": True, "slow_start": True
+            }  # fmt: skip
+        if "tracker=lines" in arguments:
+            (line,) = (tmp_path / "here" / "tracked.jsonl").read_text().splitlines()
+            means = {name: value["mean"] for name, value in summary["metrics"].items()}
+            assert json.loads(line) == {"arm": "speculative", **means}
     else:
         assert "chain_rejection" in errors and "draft_tree" in errors
 

@@ -264,7 +264,7 @@ def test_a_study_has_comparable_runs_and_one_process_and_its_runs_serve_others(c
 def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_path):
     assert cli(*tiny, "baseline=true", "proposer.depth=1,2", "hydra.sweeper.n_trials=1")[0] == 0
     (run,) = sweep.runs(tmp_path / "swept")
-    summary, names = json.loads((run.folder / "summary.json").read_text()), figures()
+    summary, names = json.loads((run.folder / "summary.json").read_text()), figures(OmegaConf.create(), "")
     assert {"tokens_per_second", "speedup.mean", "tau_pooled", "phase_seconds.probabilities"} <= set(names)
     for name in names:
         figure = summary
