@@ -75,7 +75,7 @@ COLUMNS = {
 
 
 OWN = "metrics."
-"""What the names of own metrics (``metrics.own``) begin with, where they stand beside other figures."""
+"""Prefix of the names of own metrics (``metrics.own``), where they stand beside other figures."""
 
 
 def column(name: str) -> FigureFormat:
