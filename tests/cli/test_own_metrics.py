@@ -50,7 +50,6 @@ def test_several_metrics_stand_below_their_names_with_their_options():
     [
         ([f"+metrics._target_={DISTINCT}"], r"metrics\._target_=.*# @package metrics\.NAME.* distinct"),
         (["metrics=[distinct]", "task=cost"], r"task=benchmark.*metrics=\[distinct\]"),
-        (["+metrics=3"], r"metrics must be a mapping"),
         (["metrics=[distinct]", "metrics.distinct.n=0"], r"metrics\.distinct\.n must be .* not 0"),
         (["metrics=[distinct]", "+metrics.distinct.m=1"], r"metrics\.distinct\.m"),
     ],
