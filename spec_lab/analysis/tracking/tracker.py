@@ -70,6 +70,10 @@ class Guarded(Tracker):
         """See ``Tracker``."""
         self._call(lambda: self.tracker.training(line))
 
+    def metrics(self, values: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> None:
+        """See ``Tracker``."""
+        self._call(lambda: self.tracker.metrics(values))
+
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
         """See ``Tracker``."""
         self._call(lambda: self.tracker.finish(summary, figures, tables))
