@@ -38,7 +38,7 @@ def load(
 
     Args:
         engine: llama.cpp computes the file as it is; transformers its weights, dequantised once into the user's cache.
-        dtype: of the computation; None: as llama.cpp does, and bfloat16 with transformers; float32: with both.
+        dtype: of the computation; None: as llama.cpp does, and auto with transformers; float32: with both.
         kv_dtype: of keys and values; None: as the engine does.
         context: maximum tokens of a sequence; None: the model's own limit, 8192.
         threads: CPU threads of llama.cpp; None: as many as torch.

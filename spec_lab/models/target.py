@@ -21,7 +21,7 @@ from spec_lab.models.fused import fuse, on_one_gpu, unfuse
 from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack, unpack
-from spec_lab.models.placement import automatic_device, kv_dtype_of
+from spec_lab.models.placement import automatic_device, automatic_dtype, device_of, kv_dtype_of
 from spec_lab.models.self_check import MaybePacking, checked
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, context_of, refuse_options, refuse_pairs
@@ -142,7 +142,7 @@ class Target:
         path: str,
         revision: Filled | None = None,
         device: str | None = "auto",
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         attention: Attention = "spans",
         context: Count | None = None,
         chunk: Count = 512,
@@ -165,7 +165,7 @@ class Target:
             revision: branch, tag or commit of a hub name; None: main.
             device: auto, cpu, cuda, cuda:N. auto: a GPU where there is one, unless device_map or tensor_parallel is
                 set. None: as auto.
-            dtype: bfloat16, float16, float32, float64.
+            dtype: auto, bfloat16, float16, float32, float64. auto: bfloat16, but float32 on a CPU that is faster in it.
             attention: spans: on this engine's KV cache; dense: slower, for models without AttentionInterface.
             context: maximum tokens of a sequence; None: the model's own limit.
             chunk: maximum prompt tokens computed in one forward.
@@ -203,14 +203,19 @@ class Target:
                 and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
                 biases, and ``kv_dtype`` is set.
         """
-        stored, device = kv_dtype_of(kv_dtype, dtype), "auto" if device is None else device
+        device = "auto" if device is None else device
         options = {
             "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,
-            "tensor_parallel": tensor_parallel, "kv_dtype": stored is not None, "device": device != "auto",
+            "tensor_parallel": tensor_parallel, "kv_dtype": kv_dtype not in (None, dtype), "device": device != "auto",
         }  # fmt: skip
         refuse_pairs(options)
+        on_several = device_map is not None or tensor_parallel
         if device == "auto":
-            device = "cpu" if device_map is not None or tensor_parallel else automatic_device()
+            device = "cpu" if on_several else automatic_device()
+        if dtype == "auto":
+            on_gpus = on_several and torch.cuda.is_available()
+            dtype = "bfloat16" if on_gpus or quantization is not None else automatic_dtype(device_of(device))
+        stored = kv_dtype_of(kv_dtype, dtype)
         model, tokenizer, folder = load_model(
             path, device, dtype, device_map, tensor_parallel, quantization,
             quantization_group_size, revision,

@@ -26,6 +26,7 @@ from spec_lab.core.progress import Progress
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
+from spec_lab.models.placement import multiplies_bfloat16
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.train_forecast import bounded, forecast, paying_sentence, training_sentence
@@ -36,7 +37,7 @@ from spec_lab.train.objectives import expected_length
 from spec_lab.train.recipe import Beginning, Recipe, settings_of
 from spec_lab.train.record import record
 from spec_lab.train.texts import Texts
-from spec_lab.train.trainer import Plan, Trainer, matrix_products, multiplies_bfloat16
+from spec_lab.train.trainer import Plan, Trainer, matrix_products
 from spec_lab.verify import Token
 
 log = logging.getLogger(__name__)

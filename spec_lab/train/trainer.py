@@ -47,13 +47,6 @@ def matrix_products(device: torch.device, dtype: torch.dtype | None) -> torch.au
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether a device has instructions for products of matrices in bfloat16."""
-    if device.type == "cpu":
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return device.type == "cuda"
-
-
 M = TypeVar("M", bound=torch.nn.Module)
 
 
