@@ -83,6 +83,9 @@ def column(name: str) -> FigureFormat:
     return COLUMNS[name] if name in COLUMNS else FigureFormat(f"{name.removeprefix(OWN)} [95 %]", ".4g")
 
 
+KEY_FIGURES = {"speedup": "speed-up", "tau_pooled": "tau", "draft_token_rate": "acceptance"}
+"""Headings of the figures that a page shows first, short enough for a phone."""
+
 MEANINGS = {figure.heading: figure.meaning for figure in COLUMNS.values() if figure.meaning}
 """Meanings of the columns, by heading."""
 
@@ -148,6 +151,16 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     missing = "; ".join(certificate.get("missing", ()))
     why = f"declared lossless, not enumerated ({missing}); +experiment=certify tests it by samples" if missing else ""
     return "not certified", why
+
+
+BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
+"""CSS classes of the words of ``losslessness``."""
+
+
+def lossless_cell(arm: Mapping[str, Any]) -> Cell:
+    """Return the cell of an arm's ``losslessness``; empty where unknown."""
+    word, why = losslessness(arm)
+    return Cell(word, badge=BADGES.get(word, ""), title=why)
 
 
 def verdict_line(summary: Mapping[str, Any]) -> str:

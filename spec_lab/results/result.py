@@ -144,6 +144,7 @@ class Result:
         warnings: what a reader must know first.
         facts: further facts about the run, for its page.
         constraint: the name of the run's constraint.
+        key: the figures that a page shows first: speed-up, tau, acceptance, losslessness; its table has few columns.
     """
 
     title: str
@@ -153,6 +154,7 @@ class Result:
     warnings: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     constraint: str | None = None
+    key: Section | None = None
 
     def draw(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the figures that there is data for, by name: all, or those of ``names``. One that cannot be drawn is

@@ -125,11 +125,13 @@ def test_a_proposer_has_one_colour_whatever_stands_beside_it():
     assert figures.colours(["medusa"])["medusa"] == figures.PROPOSERS["medusa"]
 
 
-def test_an_svg_for_a_page_is_one_element_with_ids_of_its_own(tables):
+def test_an_svg_for_a_page_is_an_element_for_each_panel_with_ids_of_its_own(tables):
     drawn = run_figures(tables)
     for name, figure in drawn.items():
         text = figures.svg(figure, name)
-        assert text.startswith("<svg") and text.count("<svg") == 1 and "<!--" not in text and "<style" not in text
+        assert text.startswith("<svg") and "<!--" not in text and "<style" not in text
+        panels = len(figure.axes) if name in ("throughput", "acceptance") else text.count("<svg")
+        assert text.count("<svg") == panels and text.count('_1"/></svg>') == panels - 1, "the others show parts of it"
         ids = set(re.findall(r'\bid="([^"]*)', text))
         assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= ids
         assert all(element_id.startswith(f"{name}-") for element_id in ids)

@@ -41,6 +41,8 @@ def step_costs(rows: Sequence[Mapping[str, Any]]) -> Figure:
         panels[0].set_title(f"{context} tokens of context")
         panels[1].set_xlabel("draft nodes n per sequence")
         number_axis(panels[1], frame["nodes"], log=False)
+        for panel in panels:
+            panel.tick_params(labelleft=True)  # a page may stack the columns
     grid[0][0].set(ylabel="t(n), milliseconds of a step", ylim=(0, None))
     grid[1][0].set(ylabel="t(n) / t(0)", ylim=(0, None))
     grid[0][-1].legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0, 1.03))

@@ -24,7 +24,7 @@ def latency(frame: pd.DataFrame) -> Figure:
     arms = list(dict.fromkeys(frame["arm"]))
     names, dashes = style.short(arms), palette.dashes(arms)
     height, legend = style.legend_height(2.6, names), style.legend_width(names.values())
-    figure, axes = style.panels(2, 6.6, height, right=legend, between=0.3, sharey=True)
+    figure, axes = style.panels(2, 6.6, height, right=legend, between=0.55, sharey=True)
     for panel, (column, label) in zip(axes, LATENCIES.items(), strict=True):
         for arm in arms:
             milliseconds = 1e3 * frame.loc[frame["arm"] == arm, column].dropna().to_numpy()

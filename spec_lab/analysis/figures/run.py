@@ -31,7 +31,7 @@ def acceptance(tables: Tables) -> Figure | None:
     arms, colour = list(frame["arm"].unique()), palette.colours(metrics.arms(tables))
     names, dashes = style.short(arms), palette.dashes(arms)
     legend = style.legend_width(names.values()) if len(arms) > 1 else 0.2
-    figure, axes = style.panels(2, 7.4, style.legend_height(2.9, names), right=legend, between=0.25, sharey=True)
+    figure, axes = style.panels(2, 7.4, style.legend_height(2.9, names), right=legend, between=0.55, sharey=True)
     for panel, kind in zip(axes, ("survival", "conditional"), strict=True):
         for arm in arms:
             curve = frame[(frame["arm"] == arm) & (frame["kind"] == kind)]
@@ -183,7 +183,7 @@ def cost(tables: Tables) -> Figure | None:
     arms, colour = list(frame["arm"].unique()), palette.colours(metrics.arms(tables))
     names, width = style.short(arms), {1: 5.2, 2: 7.4, 3: 8.6}[len(commonest)]
     legend, height = style.legend_width(names.values()), style.legend_height(2.9, names)
-    figure, axes = style.panels(len(commonest), width, height, right=legend, between=0.3, sharey=True)
+    figure, axes = style.panels(len(commonest), width, height, right=legend, between=0.55, sharey=True)
     for panel, live in zip(axes, commonest, strict=True):
         for arm in arms:
             curve = frame[(frame["arm"] == arm) & (frame["live"] == live)]

@@ -112,6 +112,8 @@ def panels(
         top=1 - top / size[1],
         wspace=between / (width / count),
     )
+    for panel in axes:
+        panel.tick_params(labelleft=True)  # where the y axis is shared as well: a page may stack the panels
     return figure, list(axes)
 
 

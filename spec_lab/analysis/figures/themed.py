@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable
 from html import escape
 from io import StringIO
+from itertools import pairwise
 
 from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from spec_lab.analysis.figures.palette import GRID, on_dark
@@ -18,7 +20,11 @@ NEUTRAL = {"#000000": "var(--ink)", "#ffffff": "var(--card)", GRID: "var(--line)
 
 
 def svg(figure: Figure, name: str) -> str:
-    """Return the figure as an SVG element that can stand inside an HTML page, its text as text.
+    """Return the figure as SVG elements that can stand inside an HTML page, its text as text.
+
+    A figure whose panels stand side by side is several elements, one for each column of panels: next to each other they
+    are the figure, and on a narrow page they wrap below each other. The first element holds the drawing, and the others
+    show other parts of it.
 
     Its background is transparent, and its colours are CSS variables: black, white and grid those of the page
     (``NEUTRAL``), any other ``--c-RRGGBB``, which is itself unless ``dark_colours`` defines it.
@@ -34,10 +40,48 @@ def svg(figure: Figure, name: str) -> str:
     text = stream.getvalue()
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.S)
     text = re.sub(r"<[^>]*>", lambda tag: _in_page(tag[0], name), text)  # texts keep what looks like an id or a colour
-    width = round(figure.get_figwidth() * 96)
     label = "; ".join(axes.get_title(loc="left") for axes in figure.axes)  # for screen readers
-    style = f"width:{width}px;max-width:100%;min-width:{round(0.72 * width)}px;fill:var(--ink)"
-    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}" style="{style}"', 1)
+    (left, right), *others = parts = _columns(figure)
+    drawing = text[text.index(">") + 1 :]
+    elements = [_element(figure, (left, right), f'role="img" aria-label="{escape(label)}"', drawing)]
+    for part in others:
+        reference = f'<use xlink:href="#{name}-figure_1"/></svg>'
+        elements.append(_element(figure, part, 'aria-hidden="true"', reference))
+    assert len(parts) == 1 or f'id="{name}-figure_1"' in text
+    return "".join(elements)
+
+
+def _element(figure: Figure, part: tuple[float, float], attributes: str, content: str) -> str:
+    """Return an SVG element that shows the part of the figure between two distances from its left edge, in inches."""
+    left, right = part
+    width = round((right - left) * 96)
+    style = f"width:{width}px;max-width:100%;min-width:{round(0.65 * width)}px;fill:var(--ink)"
+    view = f"{72 * left:g} 0 {72 * (right - left):g} {72 * figure.get_figheight():g}"
+    return f'<svg {attributes} style="{style}" viewBox="{view}" version="1.1">{content}'
+
+
+def _columns(figure: Figure) -> list[tuple[float, float]]:
+    """Return the ends of the columns of panels, in inches; one for the whole figure where its panels cannot be parted.
+
+    They cannot where something belongs to all panels (a title or legend of the figure), or columns overlap.
+    """
+    whole = [(0.0, figure.get_figwidth())]
+    if len(figure.axes) < 2 or figure.legends or figure.get_suptitle():
+        return whole
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    columns: dict[float, list[float]] = {}  # ends of what is drawn, by the left edge of the axes
+    for axes in figure.axes:
+        box = axes.get_tightbbox(renderer)
+        if box is None:
+            return whole
+        ends = columns.setdefault(round(axes.get_position().x0, 3), [box.x0, box.x1])
+        ends[:] = min(ends[0], box.x0), max(ends[1], box.x1)
+    drawn = [columns[left] for left in sorted(columns)]
+    gaps = [(before[1], after[0]) for before, after in pairwise(drawn)]
+    if any(after < before for before, after in gaps):
+        return whole
+    cuts = [0.0, *((before + after) / 2 / figure.dpi for before, after in gaps), figure.get_figwidth()]
+    return list(pairwise(cuts))
 
 
 def dark_colours(elements: Iterable[str]) -> str:

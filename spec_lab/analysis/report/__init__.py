@@ -72,7 +72,7 @@ def write(folder: Path) -> Path:
         page = _page(folder)
     elif sweep.is_sweep(folder):
         swept = sweep_result.result(folder)
-        page = render(swept, folder, swept.title, swept.facts)
+        page = render(swept, folder, swept.title, swept.facts, where=folder.resolve().name)
     else:
         what = "holds neither a run (manifest.json) nor a sweep (sweep.json)" if folder.is_dir() else "does not exist"
         raise ValueError(f"{folder} {what}: name the output directory of a run or sweep")
@@ -112,7 +112,24 @@ def _page(folder: Path) -> str:
         view = token_view(folder, rows.tables, names, verifications(rows.manifest, rows.states, rows.temperature))
         manifest = rows.manifest
     about = facts(manifest, result.constraint, **result.facts)
-    return render(result, folder, f"{result.title}: {folder.resolve().name}", about, view=view, names=names)
+    title = f"{result.title}: {_task(manifest)}"
+    return render(result, folder, title, about, view=view, names=names, where=_where(folder.resolve()))
+
+
+def _task(manifest: Mapping[str, Any]) -> str:
+    """Return the name of a run's task, from its ``_target_``; "benchmark" where the manifest has none."""
+    path = str((manifest["config"].get("task") or {}).get("_target_") or "spec_lab.tasks.benchmark.run").split(".")
+    return (path[2] if path[:2] == ["spec_lab", "tasks"] and len(path) > 2 else path[-1]).replace("_", " ")
+
+
+def _where(folder: Path) -> str:
+    """Return the name of a run's folder; of a run of a sweep what distinguishes it from the others."""
+    if not sweep.is_sweep(folder.parent):
+        return folder.name
+    try:
+        return f"run {sweep.which_run(folder)}, of {folder.parent.name}"
+    except ValueError:  # the run's page does not depend on the list of runs
+        return folder.name
 
 
 def _refuse_other_task(folder: Path) -> None:

@@ -29,6 +29,7 @@ def render(
     files: str = "figures",
     view: Any = None,
     names: Sequence[str] = (),
+    where: str = "",
 ) -> str:
     """Return the page's text, and write its figures.
 
@@ -39,6 +40,7 @@ def render(
         facts: configuration and machine; empty values are left out.
         files: the folder of the figures' files, beside the page.
         view: the outputs token by token, of a run (``token_view``); ``names``: of its arms.
+        where: the name of the folder, below the heading.
     """
     drawn = result.draw()
     saved = {file.stem for file in figures.save(drawn, folder / files)}
@@ -51,7 +53,7 @@ def render(
         for ending in ("js", "css")
     )
     return environment.get_template("page.html.j2").render(
-        result=result, title=title, facts=facts, files=files, view=view, names=names,
+        result=result, title=title, facts=facts, files=files, view=view, names=names, where=where,
         svg={name: Markup(figures.svg(figure, name)) for name, figure in drawn.items() if name in saved},
         scripts=[Markup(text) for text in code], policy=_policy(code), style=Markup("".join(looks)),
     )  # fmt: skip

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.compare import ArmComparison, Comparison, FigureChange, SettingValues, as_frame
+from spec_lab.analysis.figures.style import shortened
 from spec_lab.analysis.metrics import Interval
 from spec_lab.analysis.text import OWN, column, verdict_line
 from spec_lab.core.terminal import short_path
 from spec_lab.results.result import Cell, DataTable, Result, Section, number
 
 BADGES = {"significant": "strong", "too few": "warn"}
+
+KEY_CHANGES = {"speedup_geometric_mean": "speed-up", "tau_pooled": "tau", "draft_token_rate": "acceptance"}
+"""The changes at the top of the page, with their headings."""
+
+MAX_KEY = 6
+"""Number of pairs of arms at the top of the page."""
 
 CHANGES = (
     "Each row is one figure of an arm in another run against the reference's, paired over the prompts or groups that "
@@ -49,9 +57,13 @@ def result(comparison: Comparison) -> Result:
     frame["label"] = [_label(*row) for row in zip(*columns, strict=True)]
     drawn = {figures.file_name("change", name): partial(figures.changes, frame, name, heading(name))
              for name in dict.fromkeys(frame["figure"])}  # fmt: skip
-    last = comparison.pairs[-1]
+    last, names = (
+        comparison.pairs[-1],
+        list(dict.fromkeys(shortened(Path(run.name).name, 40) for run in comparison.runs)),
+    )
+    title = f"Comparison of {' and '.join(names)}" if len(names) < 4 else f"Comparison of {len(names)} runs"
     return Result(
-        "Comparison", f"{lead}; {comparison.tested} tested changes",
+        title, f"{lead}; {comparison.tested} tested changes",
         [
             Section("Compared", "", compared, notes=[equal] * (several and not comparison.configuration)),
             *_settings("Configuration, where it differs", comparison.configuration),
@@ -62,7 +74,24 @@ def result(comparison: Comparison) -> Result:
         ],
         verdicts if len(verdicts) > 1 else [line.partition(": ")[2] for line in verdicts],
         [f"Left out, not readable: {file}" for file in comparison.unreadable],
+        key=_key(comparison),
     )  # fmt: skip
+
+
+def _key(comparison: Comparison) -> Section | None:
+    """Return the changes of speed-up, tau and acceptance, and how many outputs are the same."""
+    rows = []
+    for pair in comparison.pairs[:MAX_KEY]:
+        changes = {change.figure: change for change in pair.changes}
+        cells = [Cell(_label(pair.reference, pair.other, *pair.names))]
+        for name in KEY_CHANGES:
+            change = changes.get(name)
+            text = change_text(change, change.simultaneous.mean) if change else ""
+            cells.append(Cell(text, ends=f"({change.verdict})" if change and text else ""))
+        rows.append([*cells, Cell(f"{pair.identical:.0%}" if pair.prompts else "")])
+    columns = [("arm", False), *((heading, True) for heading in KEY_CHANGES.values()), ("same outputs", True)]
+    more = len(comparison.pairs) - MAX_KEY
+    return Section("", f"The first {MAX_KEY} of {len(comparison.pairs)} pairs." * (more > 0), DataTable(columns, rows))
 
 
 def _label(reference: str, other: str, reference_name: str, other_name: str) -> str:

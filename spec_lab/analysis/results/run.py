@@ -17,12 +17,14 @@ from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_
 from spec_lab.analysis.roofline_text import baseline_notes, roofline_notes
 from spec_lab.analysis.text import (
     COLUMNS,
+    KEY_FIGURES,
     MEANINGS,
     OWN,
     accuracy_notes,
     cache_notes,
     column,
     kv_notes,
+    lossless_cell,
     losslessness,
     margin_notes,
     verdict_line,
@@ -48,7 +50,6 @@ SUMMARY = {
 }  # fmt: skip
 """Fields that are read of ``summary.json``; figures are computed from the rows."""
 
-BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
 FIGURES = (
     "tokens_per_second", "speedup", "correct", "correct_change", "tau_pooled", "draft_token_rate",
     "time_to_first_token", "time_per_output_token", "tau_pooled_raw", "expected_tau", "nodes_per_step", "overhead",
@@ -60,6 +61,9 @@ FIGURES = (
 MAIN_FIGURES = FIGURES[:2] + FIGURES[4:8]
 """Those that every terminal shows."""
 
+MAX_KEY = 8
+"""Largest number of arms at the top of the page."""
+
 ARMS = (
     "Every arm decoded the same prompts in one process; the arms alternated. Speed-up, tokens/s and tau leave out the "
     "prefill."
@@ -69,7 +73,7 @@ REDUCTION = (
 )
 PEERS = "Total tokens per total seconds over each peer's on the same prompts, with 95 % intervals."
 THROUGHPUT = (
-    "Left: decode speed of each group of prompts. Right: the speed-up, the arm's total tokens per total seconds over "
+    "First: decode speed of each group of prompts. Second: the speed-up, the arm's total tokens per total seconds over "
     "the baseline's, with its 95 % interval; small dots are the groups' ratios. An interval to the right of the dashed "
     "line is faster than the baseline on these prompts."
 )
@@ -143,7 +147,7 @@ class RunFiles:
 def written(folder: Path) -> Result:
     """Return the result of a run that has just ended, with the figures that its summary holds."""
     run = RunFiles.read(folder)
-    return result(run, run.summary["arms"], verdict_line(run.summary))
+    return result(run, run.summary["arms"], run.summary)
 
 
 def computed(run: RunFiles) -> Result:
@@ -153,16 +157,16 @@ def computed(run: RunFiles) -> Result:
     for arm, state in run.states.items():
         decisions = {"decisions": policy_note(run.tables.steps, arm, run.manifest["proposers"].get(arm, {}))}
         arms[arm] = {**state, **finite(metrics.summarise(run.tables, arm, roofline=roofline)), **decisions}
-    return result(run, arms, verdict_line(metrics.run_verdict(run.tables, run.manifest).summary()))
+    return result(run, arms, metrics.run_verdict(run.tables, run.manifest).summary())
 
 
-def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
+def result(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> Result:
     """Return the result of a run.
 
     Args:
         run: the run.
         arms: state and figures of each arm, NaN as None.
-        verdict: on its times, in words.
+        judged: ``verdict`` on its times and ``verdict_reasons``; older summaries lack them.
     """
     tables, bounds = run.tables, run.summary["bounds"]
     drafted = {arm: tree for arm, facts in run.manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
@@ -207,9 +211,10 @@ def result(run: RunFiles, arms: Arms, verdict: str) -> Result:
                     missing="No arm has bounds for its own verifier.")
         )  # fmt: skip
     return Result(
-        str(run.manifest["config"].get("name", "run")), _lead(run), sections, [_headline(arms) + verdict],
+        str(run.manifest["config"].get("name", "run")), _lead(run), sections, [_headline(arms) + verdict_line(judged)],
         _warnings(run),
         {"groups": str(tables.requests["group"].nunique())}, run.summary.get("constraint"),
+        _key(arms, judged.get("verdict")),
     )  # fmt: skip
 
 
@@ -259,6 +264,23 @@ def _warnings(run: RunFiles) -> list[str]:
     return warnings + errors[:5] + [f"and {len(errors) - 5} more errors"] * (len(errors) > 5)
 
 
+def _key(arms: Arms, word: str | None) -> Section | None:
+    """Return speed-up, tau, acceptance and losslessness of the arms that are compared with the baseline."""
+    colour, main = figures.colours(arms), [arm for arm in arms if arm != "baseline"] or list(arms)
+    rows = [
+        [
+            Cell(arm, colour=colour[arm]),
+            *(COLUMNS[name].cell(arms[arm].get(name)) for name in KEY_FIGURES),
+            lossless_cell(arms[arm]),
+        ]
+        for arm in main[:MAX_KEY]
+    ]
+    columns = [("arm", False), *((heading, True) for heading in KEY_FIGURES.values()), ("lossless", False)]
+    how = [f"The first {MAX_KEY} of {len(main)} arms."] * (len(main) > MAX_KEY)
+    how += [f"The times are {word}{':' * (word != 'reliable')}{' see below' * (word != 'reliable')}."] * bool(word)
+    return Section("", " ".join(how), DataTable(columns, rows)) if rows else None
+
+
 def _arms(arms: Arms, run: RunFiles) -> DataTable:
     """Return the table of arms; a summary of an older version may lack figures."""
     colour, rows = figures.colours(arms), []
@@ -271,14 +293,14 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
     names += ["identical_outputs"] * (run.temperature == 0)
     own = list(dict.fromkeys(OWN + name for values in arms.values() for name in values.get("metrics") or {}))
     for arm, values in arms.items():
-        facts, (word, why) = run.manifest["proposers"].get(arm, {}), losslessness(values)
+        facts = run.manifest["proposers"].get(arm, {})
         drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
         rows.append(
             [
                 Cell(arm, colour=colour[arm]),
                 Cell(f"{values.get('proposer') or facts.get('name', '')}{drawn}"),
                 Cell(values.get("verifier") or ""),
-                Cell(word, badge=BADGES.get(word, ""), title=why),
+                lossless_cell(values),
                 *(COLUMNS[name].cell(values.get(name)) for name in names),
                 *(column(name).cell((values.get("metrics") or {}).get(name.removeprefix(OWN))) for name in own),
                 *[cell((values.get("calibration") or {}).get("variance_reduction"), ".1f")] * reduced,

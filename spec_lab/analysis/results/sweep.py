@@ -14,13 +14,16 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import sweeps
-from spec_lab.analysis.run_tables import figure_table, own_figures, state_table
-from spec_lab.analysis.text import losslessness
+from spec_lab.analysis.run_tables import figure_cell, figure_table, own_figures, state_table
+from spec_lab.analysis.text import KEY_FIGURES, lossless_cell, losslessness
 from spec_lab.core.terminal import short_path
 from spec_lab.results import run_names, run_state, sweep
 from spec_lab.results.result import Cell, DataTable, Result, Section
 
 MAX_UNFINISHED = 200
+
+MAX_KEY = 6
+"""Number of arms at the top of the page."""
 
 FIGURES = (
     "speedup", "correct", "correct_change", "correct_cut", "tau_pooled", "expected_tau", "tokens_per_second",
@@ -76,14 +79,32 @@ def result(folder: Path) -> Result:
     ]
     rows = _rows(folder, table, varied, names)
     sections.append(Section("All rows", ROWS, rows, missing="" if rows.rows else NO_FIGURES))
+    short = list(sweeps.short_names(varied).values())
+    over = f" over {', '.join(short[:3])}{f' and {len(short) - 3} more' * (len(short) > 3)}" * bool(short)
     return Result(
-        f"Sweep: {folder.resolve().name}",
+        f"{', '.join(experiments) or folder.resolve().name}: sweep{over}",
         f"{len(runs)} runs{of}; varied: {', '.join(varied) or 'nothing'}",
         sections,
         sweeps.verdicts(table, names),
         _warnings(runs, table),
         _facts(table, keys, varied),
+        key=_key(table, varied),
     )
+
+
+def _key(table: pd.DataFrame, varied: Sequence[str]) -> Section | None:
+    """Return speed-up, tau, acceptance and losslessness of the fastest arms."""
+    rows = sweeps.over_sweep(table, varied)
+    figures = [name for name in KEY_FIGURES if name in rows and rows[name].notna().any()]
+    if not figures:
+        return None
+    cells = [
+        [Cell(str(row["label"])), *(figure_cell(row, name) for name in figures), lossless_cell(row)]
+        for row in rows.head(MAX_KEY).to_dict("records")
+    ]
+    columns = [("arm", False), *((KEY_FIGURES[name], True) for name in figures), ("lossless", False)]
+    how = f"The fastest {MAX_KEY} of {len(rows)} arms." * (len(rows) > MAX_KEY)
+    return Section("", how, DataTable(columns, cells))
 
 
 def drawings(table: pd.DataFrame, keys: Sequence[str]) -> list[Section]:

@@ -133,7 +133,7 @@ def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
 
 def columns(page: Path) -> list[str]:
     """Headings of the page's first table."""
-    headings = re.findall(r"<th[^>]*>([^<]*)</th>", page.read_text().partition("</thead>")[0])
+    headings = re.findall(r"<th[^>]*>([^<]*)</th>", page.read_text().partition("<thead>")[2].partition("</thead>")[0])
     return [heading.replace("\u00a0", " ") for heading in headings]
 
 
@@ -161,6 +161,39 @@ def test_the_verdict_stands_above_the_table(page, ran):
     text = " ".join(parsed.text.split())
     assert summary["verdict"] != "reliable" and f"Verdict: {summary['verdict']}: " in text, "two groups"
     assert text.index("fewer than the 8") < text.index("tokens/s")
+
+
+def test_the_main_figures_come_first_in_few_columns(page, ran, swept):
+    figures, parsed = metrics.summarise(metrics.load(ran), "longer"), Parsed(page)
+    key = page.read_text().partition('<table class="key">')[2].partition("</table>")[0]
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", key) == ["arm", "speed-up", "tau", "acceptance", "lossless"]
+    row = next(row for row in key.split("<tr>") if "longer</td>" in row)
+    texts = [re.sub("<[^>]*>", "", cell).strip() for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)]
+    speedup, tau, rate = figures["speedup"]["mean"], figures["tau_pooled"], figures["draft_token_rate"]
+    assert texts[:4] == ["longer", f"{speedup:.2f}", f"{tau:.2f}", f"{rate:.1%}"] and texts[4]
+    assert (
+        parsed.text.index("acceptance") < parsed.text.index("The times are not reliable") < parsed.text.index("Verdict")
+    )
+    best = report.write(swept).read_text().partition('<table class="key">')[2].partition("</table>")[0]
+    assert "1.50 <small>[1.40, 1.60]</small>" in best.split("<tr>")[2], "the fastest first"
+
+
+def test_a_heading_names_the_run_its_task_and_its_folder(page, swept):
+    def heading(file: Path) -> str:
+        return " ".join(re.sub("<[^>]*>", " ", re.findall("<h1>(.*?)</h1>", file.read_text())[0]).split())
+
+    assert heading(page).startswith("run: benchmark run ")
+    assert heading(report.write(swept)) == f"toy: sweep over depth, proposer {swept.name}"
+    one = swept / "proposer.depth=4,proposer=a"
+    assert report._where(one) == f"run 2 of 8, proposer.depth=4 proposer=a, of {swept.name}"
+
+
+def test_panels_that_stand_side_by_side_are_elements_that_wrap(page):
+    charts = re.findall(r'<figure class="chart">(.*?)</figure>', page.read_text(), re.DOTALL)
+    drawn = next(chart for chart in charts if "Conditional: accepted k" in chart)
+    (left, width), (middle, other) = (map(float, view) for view in re.findall(r'viewBox="(\S+) 0 (\S+) \S+"', drawn))
+    assert left == 0 and middle == width and other > 100, "next to each other they are the figure"
+    assert drawn.count("<use ") > 1 and drawn.count('<use xlink:href="#acceptance-figure_1"/></svg>') == 1
 
 
 def test_a_report_of_a_run_of_an_older_version_computes_its_verdict(ran, tmp_path):

@@ -4,6 +4,7 @@ An **input** is JSON: ``{"edits": [...], "arguments": [...]}``. The edits (``edi
 and a **target** (``targets.py``) is called in it with the arguments. The rule for every input of every target:
 
 - it succeeds, or the exit code is 1 or 2 and one message says what is wrong: no traceback, no bare exception;
+- a message names an edited file or its folder, or an option of the arguments;
 - within ``CPU_SECONDS`` of CPU time, ``SECONDS`` of time, and ``MEMORY`` bytes;
 - nothing is written or removed outside of the folder, no other program is run, and no control character is printed.
 
@@ -92,6 +93,15 @@ def fault(code: int, output: str) -> str:
     return f"no message of at most {LONGEST} characters" if code and not 20 < len(output.strip()) <= LONGEST else ""
 
 
+def nameless(tried: Input, output: str) -> bool:
+    """Whether a message names neither an edited file nor its folder, nor an option of the arguments."""
+    files = [Path(edit[1]) for edit in tried["edits"]]
+    options = [text for text in tried["arguments"] if isinstance(text, str) and text.startswith("--")]
+    options += [name for given in tried["arguments"] if isinstance(given, dict) for name in given]
+    names = {*options, *(name for file in files for name in (file.name, file.parent.name) if name)}
+    return bool(files) and not any(name in output for name in names)
+
+
 class Worker:
     """A fork of this process that is given inputs one by one, and replaced when it ends.
 
@@ -126,7 +136,10 @@ class Worker:
         output = log.read_text(errors="replace")
         if self._outside() != {"mine": "mine", "folder": ""}:
             return "a file outside was changed", output
-        return (ENDED if code is None else fault(code, output)), output
+        how = ENDED if code is None else fault(code, output)
+        if not how and code in (1, 2) and nameless(tried, output):
+            how = "the message names neither an edited file nor an option"
+        return how, output
 
     def close(self) -> None:
         """End the process, and all that it has started."""
