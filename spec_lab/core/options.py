@@ -120,11 +120,11 @@ class Folder:
 
 @dataclass(frozen=True)
 class Form:
-    """How a value is written; what else must hold is checked by what reads it.
+    """The form in which an option's text must be written; code that reads the text may check more.
 
     Args:
-        words: state it in messages, in place of the type.
-        pattern: regular expression of a whole text.
+        words: the form in words, for messages and the reference ("int or null").
+        pattern: a regular expression that the whole text must match.
     """
 
     words: str

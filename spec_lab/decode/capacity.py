@@ -46,7 +46,7 @@ def check_requires(proposer: Proposer, target: Target) -> None:
 
 
 def max_at_once(proposer: Proposer, target: Target) -> int | None:
-    """Return the most sequences in one forward, with trees as large as the proposer declares; None for no limit."""
+    """Return the maximum number of sequences in a forward with draft trees of the proposer's size; None: no limit."""
     has = target.lm.capabilities
     if has.leaves is None or proposer.branches is False:
         return has.sequences
@@ -55,7 +55,7 @@ def max_at_once(proposer: Proposer, target: Target) -> int | None:
 
 
 def max_rows(proposer: Proposer, forces: bool) -> int:
-    """Return how many rows the proposer adds below one root at most.
+    """Return the maximum number of rows that a proposer adds to a forward for one sequence.
 
     Args:
         proposer: drafts.
@@ -65,5 +65,5 @@ def max_rows(proposer: Proposer, forces: bool) -> int:
 
 
 def max_cells(proposer: Proposer, forces: bool) -> int:
-    """Return how many of the target's KV cells are in use below one root at most. Arguments as in ``max_rows``."""
+    """Return the maximum number of the target's KV cells that one draft tree uses. Arguments as in ``max_rows``."""
     return max(proposer.target_cells, max_rows(proposer, forces))

@@ -131,7 +131,10 @@ class PrefixCache:
 
 
 def check_prefix_cache(proposer: Proposer, target: Target) -> None:
-    """Refuse a prefix cache where the target cannot copy its KV cache, or the proposer must see every prompt computed.
+    """Refuse a prefix cache where it cannot work.
+
+    The target's runner must be able to copy its KV cache, and the proposer must not require hidden states of every
+    position of a prompt.
 
     Raises:
         ValueError: names the target's runner, or the proposer.

@@ -269,7 +269,7 @@ class Proposer(Part):
         """
 
     def close(self, state: Any) -> None:
-        """The sequence has ended: give back what is held for it."""
+        """Free what is held for a sequence that has ended."""
 
     def forget(self) -> None:
         """Empty the store that requests share, as after a warm-up, which decodes requests that are measured later."""

@@ -137,7 +137,7 @@ class DrafterFiles:
 
     @property
     def architectures(self) -> list[str]:
-        """Names of classes that its authors read it with.
+        """The names in ``architectures`` of config.json: classes with which the authors load the drafter.
 
         Raises:
             ValueError: no list of names.

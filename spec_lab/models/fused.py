@@ -156,11 +156,11 @@ class FusedAttention:
     """The forward of an attention module with rotary embedding: queries and keys are normed and rotated together.
 
     Args:
-        module: of transformers, with merged layers.
-        heads: that query.
-        shared: key-value heads.
-        epsilon: of the norms over each head of queries and keys; None without them. Their weights are a buffer of the
-            module, ``[heads + shared, dim]``.
+        module: the attention module of transformers, its projections merged into one layer.
+        heads: number of query heads.
+        shared: number of key-value heads.
+        epsilon: epsilon of the norms over each head of queries and keys; None without them. The weights of the norms
+            are a buffer of the module, ``[heads + shared, dim]``.
     """
 
     module: Any

@@ -76,17 +76,17 @@ class ModelServices:
 
     @property
     def hidden_size(self) -> int:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         return int(self.model.get_output_embeddings().weight.shape[1])
 
     @property
     def num_layers(self) -> int:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         return int(self.model.config.num_hidden_layers)
 
     @inference
     def embed(self, tokens: Tensor) -> Tensor:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
         return embedded
 
@@ -98,13 +98,13 @@ class ModelServices:
 
     @inference
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         logits: Tensor = self.model.get_output_embeddings()(hidden.to(self._dtype))
         return logits
 
     @inference
     def lm_head_rows(self, tokens: Tensor) -> nn.Linear:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         head = self.model.get_output_embeddings()
         if type(head.weight.data) is not Tensor or not head.weight.is_floating_point():
             raise Unsupported("the rows of an LM head that is quantized or split over ranks cannot be selected")
@@ -145,17 +145,17 @@ class GGUFServices:
 
     @property
     def hidden_size(self) -> int:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         return self.file.hidden_size
 
     @property
     def num_layers(self) -> int:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         return self.file.num_layers
 
     @inference
     def embed(self, tokens: Tensor) -> Tensor:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         return nn.functional.embedding(tokens, self._embedding).float()
 
     @inference
@@ -166,14 +166,14 @@ class GGUFServices:
 
     @inference
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         weight, bias = self._head
         logits = nn.functional.linear(hidden.to(weight.dtype), weight).float()
         return logits if bias is None else logits + bias
 
     @inference
     def lm_head_rows(self, tokens: Tensor) -> nn.Linear:
-        """As ``TargetServices`` says."""
+        """See ``TargetServices``."""
         return selected_rows(*self._head, tokens)
 
     @cached_property

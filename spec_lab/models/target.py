@@ -289,7 +289,10 @@ def _pack_checked(
 
 
 def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:
-    """Return the end-of-text tokens of a model's generation config, of its tokenizer and of ``stops`` below V."""
+    """Return the end-of-text tokens: those of a model's generation config and of its tokenizer, and ``stops``.
+
+    Tokens beyond the vocabulary are left out.
+    """
     config = getattr(model, "generation_config", None)
     named = [getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     flat = [*stops, *(token for tokens in named for token in (tokens if isinstance(tokens, list) else [tokens]))]

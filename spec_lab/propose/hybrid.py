@@ -128,7 +128,7 @@ class Hybrid(Proposer):
 
     @property
     def shared_store(self) -> str:
-        """Those of the parts, by name."""
+        """The shared stores of the parts, by name."""
         return "; ".join(f"{name}: {part.shared_store}" for name, part in self.parts.items() if part.shared_store)
 
     def forget(self) -> None:

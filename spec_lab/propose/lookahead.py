@@ -111,7 +111,7 @@ class Lookahead(Proposer):
         return Lookahead(1, 2, 2)
 
     def init(self, request: Request) -> Window:
-        """An empty pool."""
+        """Return the state of a new sequence: no n-grams."""
         return Window()
 
     def observe(self, observed: Sequence[Observation]) -> None:
@@ -131,9 +131,10 @@ class Lookahead(Proposer):
             state.levels = [*state.levels[1:], last]
 
     def propose(self, batch: Batch) -> Draft:
-        """Draft the n-grams of the pool, and compute the window where the context holds all of it.
+        """Draft the known n-grams that begin with the last token, and add the rows of the lookahead window.
 
-        A policy limits the n-grams only: without the window nothing would be found, and nothing drafted later.
+        The window is left out where the context has no room for all of it. A policy limits the drafted n-grams only:
+        without the window no new n-grams would be found.
         """
         tries, windows = [], []
         for room, sequence in zip(batch.room(), batch.sequences, strict=True):

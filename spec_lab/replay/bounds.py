@@ -253,13 +253,19 @@ def best_deterministic(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B
 
 
 def tree_gain(trees: RecordedTrees, draft: Draft, p: torch.Tensor, weight: np.ndarray) -> np.ndarray:  # [B]
-    """Return how much more the best tree of each tree's nodes and at most its depth accepts, by depth and rank alone.
+    """Return how many more tokens each tree would be expected to accept with the best shape for its size.
+
+    The best shape has as many nodes as the tree and is not deeper. It is chosen by the accuracy of the draft's token of
+    each rank at each depth, averaged over steps.
 
     Args:
         trees: the recorded trees; acceptance is averaged over steps after the prefill.
-        draft: the same as a draft.
-        p: ``[R, V]``.
+        draft: the recorded trees as one draft.
+        p: ``[R, V]`` the target's probabilities.
         weight: ``[R]``, as in ``optimum.levels``.
+
+    Returns:
+        ``[B]`` accepted tokens of a step, at least 0.
     """
     shape = trees.shape
     rows = np.where(trees.decode[shape.root], weight, 0.0)

@@ -223,10 +223,17 @@ def evaluate(texts: TextRows, verifier: Verifier, rules: Sequence[tuple[float, R
 
 
 def evaluate_deterministic(texts: TextRows, verifier: Verifier, subtree: Subtree) -> Sums:
-    """Return the sums of the steps of a subtree of recorded deterministic trees for tau. Exact for the recorded texts.
+    """Return the tokens and steps that a smaller tree would have had along the recorded texts.
+
+    The recorded trees are deterministic, so the result is exact. Tau is the ratio of the sums.
+
+    Args:
+        texts: the recorded texts, with the draft tree at each position.
+        verifier: a lossless one.
+        subtree: the part of the recorded trees that is drafted.
 
     Raises:
-        NeedsModel: what is not identified.
+        NeedsModel: the result does not follow from the recorded rows; states why.
     """
     trees, shape = texts.trees, texts.trees.shape
     _check_lossless(trees, verifier)

@@ -230,8 +230,14 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
 
 
 def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the facts of proposers by arm, of the parts of hybrids by ``arm.parts.name``, and of the inner proposers
-    of cascades by ``arm.inner``, arm by arm.
+    """Return the facts of all proposers, those inside other proposers too.
+
+    Args:
+        proposers: ``proposers`` of a manifest: facts by arm.
+
+    Returns:
+        The facts by name: ``ARM``; ``ARM.parts.NAME`` for a part of a hybrid; ``ARM.inner`` for the proposer inside a
+        cascade. Each arm is followed by what is inside it.
     """
     known: dict[str, Mapping[str, Any]] = {}
     for name, facts in proposers.items():

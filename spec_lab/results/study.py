@@ -51,7 +51,9 @@ TEXTS = {
 
 
 def parts(out: str | Path, replay: bool = False) -> TableParts:
-    """Return the tables of a study in its directory; a prompt is finished once its text is on disk.
+    """Return the tables of a study, which are written and read prompt by prompt.
+
+    A prompt counts as finished once the row of its text is on disk.
 
     Args:
         out: the directory.

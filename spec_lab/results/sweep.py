@@ -133,7 +133,7 @@ def collect(sweep: Path) -> pd.DataFrame:
 
 
 def mixed(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Return the facts that finished runs should share and do not, by name with the values.
+    """Return the facts in which finished runs differ although they should be the same, with their values, by name.
 
     They are commit, processor and GPUs; threads and prompts among runs with the same options for them.
     """

@@ -86,15 +86,15 @@ class CudaGraphs:
 
 
 class Bucket(NamedTuple):
-    """The sizes of a forward of fixed shape.
+    """The sizes of a forward of fixed shape, which a CUDA graph computes. Smaller forwards are padded to them.
 
     Args:
-        streams: S.
-        rows: n of each stream.
-        cells: C of each stream that rows may attend to.
-        sequences: Q; the last one is that of padding rows.
-        uncommitted: m, most tokens of a sequence that are not committed.
-        logits: L, rows that get logits.
+        streams: S, number of streams of the KV cache.
+        rows: n, rows of each stream.
+        cells: C, KV cells of each stream that rows may attend to.
+        sequences: Q, number of sequences; the last one holds the padding rows.
+        uncommitted: m, maximum number of tokens of a sequence that are not committed yet.
+        logits: L, number of rows whose logits are computed.
     """
 
     streams: int
@@ -106,7 +106,7 @@ class Bucket(NamedTuple):
 
 
 def padded(count: int) -> int:
-    """The next size of a bucket: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 beyond."""
+    """Return the size to which a number is padded: 1, 2, 4, multiples of 8 up to 64, of 16 up to 128, then of 32."""
     for least, grain in ((128, 32), (64, 16), (4, 8)):
         if count > least:
             return -(-count // grain) * grain

@@ -116,15 +116,18 @@ NONE_HELD = np.empty(0, dtype=np.int64)
 
 @dataclass(eq=False)
 class Ahead:
-    """Tokens of a sequence that some of the model's layers have computed ahead of the forward that appends them.
+    """Keys and values of a sequence's tokens in the model's first layers, computed by a proposer that drafts with them.
+
+    The target's forward appends the tokens to the sequence, and reuses these cells for the layers that have them.
 
     Args:
         owner: the draft pass that computed them.
         tokens: pending tokens of the sequence.
-        slots: their cells, which are not part of the sequence.
-        first: the first of their rows in ``owner``.
-        held: ``[m]`` the cells of nodes, -1 of those that are not computed, and ``rows`` their rows in ``owner``.
-        parents: of each computed node, numbered within the tree, its parent (-1 for the root) and its token.
+        slots: cells of the pending tokens, which are not part of the sequence yet.
+        first: row in ``owner`` of the first pending token.
+        held: ``[m]`` cells of the nodes of the draft tree; -1 for a node that was not computed.
+        rows: ``[m]`` rows of the nodes in ``owner``.
+        parents: parent and token of each computed node, by its number in the tree; the root's number is -1.
     """
 
     owner: Any

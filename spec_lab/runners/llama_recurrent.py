@@ -117,14 +117,14 @@ class RecurrentSequence:
 
 
 class PreparedChains(NamedTuple):
-    """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
+    """A prepared forward. Its rows are in the context's arrays, so it must be run before the next one is prepared.
 
     Args:
-        rows: N, all rows.
-        outputs: R, the last ones, whose logits are returned.
-        attended: positions attended to.
-        cuts: rows with which another call of the library begins.
-        order: ``[R]`` where the row of each root and node stands among the outputs; None: in order.
+        rows: N, the number of rows.
+        outputs: R, the number of rows that return logits: the last R of the N.
+        attended: number of attended positions, over all rows.
+        cuts: rows at which a further call of llama.cpp begins.
+        order: ``[R]`` the output of each root and node, in the order of the forest; None where both orders are equal.
     """
 
     rows: int

@@ -66,7 +66,7 @@ class Paths:
         return list(new.values()), begun
 
     def copy(self) -> Paths:
-        """An independent copy."""
+        """Return an independent copy."""
         return Paths([list(path) for path in self.paths], dict(self.path_of))
 
 

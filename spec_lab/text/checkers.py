@@ -159,10 +159,9 @@ def python_syntax(text: str, answer: str, completes: bool = False) -> bool:
     """Return whether the answer's code is valid Python. It is parsed, never executed.
 
     Args:
-        text: with code blocks, of which the last is the code; or code that continues ``answer``, if that is not empty
-            and the model completed a text.
-        answer: the code before a completion; empty for none.
-        completes: whether the model completed a text.
+        text: the model's output. Its last code block is the code; where the model completed code, all of it is.
+        answer: the code that the model completed; empty for none.
+        completes: whether the model completed a text, instead of answering a message.
     """
     begun = answer if completes else ""
     written = completion(text) if begun else last_block(text) or ""

@@ -37,7 +37,7 @@ class TrainingNeed:
     seconds: float
 
     def bytes(self, texts: int) -> int:
-        """Return the bytes in use where so many texts are computed together."""
+        """Return the memory, in bytes, of the loss and gradients of this number of texts together."""
         return self.fixed + texts * self.text
 
     def part(self, rows: int, room: int | None, threads: int = 1) -> int:

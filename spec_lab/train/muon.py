@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, products: torch.dtype = torch.float32) -> Tensor:
-    """A matrix with the singular vectors of another and singular values of about 1, by Newton-Schulz iterations."""
+    """Return a matrix with the same singular vectors and singular values of about 1, by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T

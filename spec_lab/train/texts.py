@@ -19,7 +19,7 @@ from spec_lab.core.tensors import read_tensors, save_tensors
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Several texts.
+    """A batch of texts to learn from.
 
     Args:
         ids: ``[B, T]`` tokens; padded with any token.

@@ -68,7 +68,7 @@ class Arrays:
         return np.arange(count) if self.device is None else torch.arange(count, device=self.device)
 
     def read(self, x: Tensor) -> Array:
-        """A tensor on p's device as an array."""
+        """Return a tensor on the device of p as an array."""
         return x.numpy() if self.device is None else x
 
     def tensor(self, x: Array) -> Tensor:

@@ -68,7 +68,9 @@ def repeated(draft: Draft) -> np.ndarray | None:
 
 
 class Siblings:
-    """A draft and p, read once: what every verifier needs per node. Arrays are those of ``Arrays``.
+    """The nodes of a draft with their probabilities p and q, as arrays that all verifiers read.
+
+    The arrays are NumPy's on the CPU and torch's on a GPU (``Arrays``).
 
     Args:
         draft: a forest with M nodes, at least one.

@@ -134,7 +134,7 @@ class Verifier(Part):
 
 
 class Misfit(ValueError):
-    """A proposer and a verifier that do not go together."""
+    """The verifier does not support the way in which the proposer draws its tokens."""
 
 
 def misfit(

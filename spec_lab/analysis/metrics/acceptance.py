@@ -172,7 +172,7 @@ def pooled(summands: Callable[[pd.DataFrame], Summands], steps: pd.DataFrame) ->
 
 
 def depths(steps: pd.DataFrame) -> range:
-    """Return 1 .. the deepest draft."""
+    """Return the depths from 1 to that of the deepest draft."""
     return range(1, int(steps["depth"].max() if len(steps) else 0) + 1)
 
 

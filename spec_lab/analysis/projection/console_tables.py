@@ -26,10 +26,10 @@ def show(
     """Print the fastest design at each batch size, each design's best length and break-even batch, and notes.
 
     Args:
-        cells: of ``project``.
-        even: of ``break_even``.
-        notes: of ``notes``.
-        console: prints.
+        cells: the projected designs, from ``project``.
+        even: break-even batch sizes, from ``break_even``.
+        notes: sentences below the tables, from ``notes``.
+        console: where they are printed.
         verbose: whether every cell is printed as well.
     """
     for hardware, of_hardware in cells.groupby("hardware", sort=False):

@@ -44,7 +44,7 @@ VERDICTS = {
 
 
 def result(comparison: Comparison) -> Result:
-    """Return a comparison as a result."""
+    """Return the result of a comparison: its tables of changes, figures and notes."""
     several = len(comparison.runs) > 1
     lead = f"{len(comparison.runs)} runs, the first is the reference" if several else "the arms of one run"
     rows = [[Cell(run.label), Cell(short_path(run.name)), Cell(comparison.described[run.label])]

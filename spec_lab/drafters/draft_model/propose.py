@@ -43,7 +43,7 @@ class DraftModel(CachedDrafter):
 
     Args:
         lm: the draft.
-        context: most positions the draft has; beyond, nothing is drafted.
+        context: maximum number of positions of the draft model; longer sequences have no draft.
         plan: the trees, and how their tokens are drawn.
         name: as in records.
         sha256: of the draft's weights.

@@ -49,7 +49,7 @@ class KangarooRecipe(Recipe):
         return (self._exit_layer(target), -1)
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
-        """See ``Recipe``. The adapter begins as its last norm, since its attention returns 0."""
+        """See ``Recipe``. At first the adapter's attention returns 0, so that the adapter is its final norm."""
         settings = KangarooSettings(
             layer_of(target, self.heads, None), target.services.hidden_size, self._exit_layer(target), self.layers
         )

@@ -52,7 +52,7 @@ class HasTree(Protocol):
 
     @property
     def tree(self) -> Choices:
-        """Its nodes as paths of child ranks."""
+        """The nodes of the tree, each as the ranks of the children on its path from the root."""
         ...
 
 
