@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 WITH_INTERVAL = ("speedup", "correct", "correct_change")
 """Figures that are shown with their intervals."""
 
+PUBLISHED = ("speedup", "tau_pooled", "draft_token_rate", "tokens_per_second")
+"""Figures of the table for papers and issues."""
+
 
 def figure_table(
     rows: Sequence[Mapping[str, Any]], figures: Sequence[str], heads: Sequence[str], labels: Sequence[Sequence[Cell]]
@@ -30,6 +33,28 @@ def figure_table(
     columns = [*((head, False) for head in heads), *((column(name).heading, True) for name in figures)]
     cells = [[*before, *(figure_cell(row, name) for name in figures)] for before, row in zip(labels, rows, strict=True)]
     return DataTable(columns, cells)
+
+
+def published_table(table: pd.DataFrame, keys: Sequence[str]) -> DataTable:
+    """Return the main figures of a sweep, a row for each run and arm but the baseline, for papers and issues.
+
+    Args:
+        table: of ``sweep.collect``.
+        keys: the sweep's options; those with the same value in all runs are left out.
+
+    Raises:
+        ValueError: no run has a figure of ``PUBLISHED``.
+    """
+    from spec_lab.analysis.metrics import sweeps
+
+    table = sweeps.named(table)
+    figures = [name for name in PUBLISHED if name in table]
+    if not figures:
+        raise ValueError(f"the runs have none of the figures {', '.join(PUBLISHED)}: a table has nothing to show")
+    shown = table[table["arm"] != "baseline"] if (table["arm"] != "baseline").any() else table
+    heads = [*sweeps.varied(table, keys), *["arm"] * (shown["arm"].nunique() > 1)]
+    rows = shown.to_dict("records")
+    return figure_table(rows, figures, heads, [[Cell(sweeps.text(row[name])) for name in heads] for row in rows])
 
 
 def figure_cell(row: Mapping[str, Any], name: str) -> Cell:

@@ -145,7 +145,9 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     compare = add("compare")
     for sub, what in ((collect, "print the figures as well, with all columns"), (compare, "print further tables")):
         sub.add_argument("-v", "--verbose", action="store_true", help=what)
-    collect.add_argument("--latex", type=Path, metavar="FILE", help="also write the main figures as a LaTeX table")
+    for option, kind in (("--latex", "LaTeX"), ("--markdown", "Markdown")):
+        what = f"also write the main figures as a {kind} table"
+        collect.add_argument(option, type=Path, metavar="FILE", help=what)
     compare.add_argument(
         "folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps; the first is the reference"
     )

@@ -63,17 +63,28 @@ def _collect(given: argparse.Namespace, console: Console) -> int:
     with sweep.reading(given.folder):
         table = sweep.collect(given.folder)
         code = _collect_into(given.folder, table, console)
-        if given.latex:
-            from spec_lab.analysis.latex import latex_table
-
-            keys = dict.fromkeys(
-                run_names.key(override) for run in sweep.runs(given.folder) for override in run.overrides
-            )
-            _write_table(given.latex, latex_table(table, list(keys)))
-            say(console, f"LaTeX table: {given.latex}")
+        if given.latex or given.markdown:
+            _publish(given, table, console)
         if given.verbose:
             print_results(given.folder, console, verbose=True)
         return code
+
+
+def _publish(given: argparse.Namespace, table: pd.DataFrame, console: Console) -> None:
+    """Write the main figures of a sweep as tables for papers and issues."""
+    from spec_lab.analysis import markdown
+    from spec_lab.analysis.latex import latex
+    from spec_lab.analysis.run_tables import published_table
+
+    keys = dict.fromkeys(run_names.key(override) for run in sweep.runs(given.folder) for override in run.overrides)
+    published = published_table(table, list(keys))
+    for name, file, text_of in (
+        ("LaTeX", given.latex, latex),
+        ("Markdown", given.markdown, lambda data: markdown.table(data) + "\n"),
+    ):
+        if file:
+            _write_table(file, text_of(published))
+            say(console, f"{name} table: {file}")
 
 
 def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:

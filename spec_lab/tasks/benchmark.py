@@ -183,8 +183,7 @@ class _Groups:
         if settings.overrides is not None:  # of a sweep, which prints no result
             for failure in own.failures:
                 LOG.warning("%s", failure)
-        shown = _result if settings.overrides is None else None
-        return Done(summary | used, shown, tables, drawn=DRAWN)
+        return Done(summary | used, _result, tables, drawn=DRAWN if settings.overrides is None else ())
 
     def left(self) -> tuple[int, str]:
         """Return the number of groups on disk, and a sentence that states it."""
@@ -246,7 +245,7 @@ def _warm_up(arms: Mapping[str, GroupDecoder], requests: Sequence[Request], toke
 
 
 def _result(folder: Path) -> Result:
-    from spec_lab.analysis.results.run import written  # a sweep's jobs draw nothing, and importing matplotlib is slow
+    from spec_lab.analysis.results.run import written
 
     return written(folder)
 

@@ -13,9 +13,10 @@ from rich.console import Console
 from spec_lab.analysis.console import show
 from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.core.faults import PartError
-from spec_lab.core.files import remove_abandoned
+from spec_lab.core.files import remove_abandoned, write_text
 from spec_lab.results.manifest import JUDGED, claim, finite, manifest, unclaim, write_json
 from spec_lab.results.result import Result
+from spec_lab.results.run_names import identifying
 from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.results.table_parts import TableParts
 from spec_lab.results.writer import Tables
@@ -32,7 +33,7 @@ class Done:
         result: reads the result in the run's directory, once the summary is written; None where nothing is shown.
         tables: the run's rows, for the tracker; None for a task with other tables.
         code: the exit code.
-        drawn: names of the figures that are drawn; None for all.
+        drawn: names of the figures that are drawn, which may be none; None for all.
     """
 
     summary: Mapping[str, Any]
@@ -104,6 +105,8 @@ class Task:
                 facts |= {name: summary[name] for name in JUDGED if name in summary}
                 write_json(out / "manifest.json", facts)
             result = done.result and done.result(out)
+            if result:
+                write_text(out / "summary.md", _page(result, facts, self.settings.given))
             if lab.metrics:
                 lab.tracker.metrics({arm: figures["metrics"] for arm, figures in summary["arms"].items()})
             lab.tracker.finish(summary, _draw(result, out / "figures", done.drawn) if result else [], done.tables)
@@ -128,7 +131,17 @@ class Task:
         return done.code
 
 
+def _page(result: Result, facts: Mapping[str, Any], given: Sequence[str]) -> str:
+    """Return ``summary.md``."""
+    from spec_lab.analysis import markdown
+    from spec_lab.analysis.report.facts import facts as shown
+
+    return markdown.document(result, shown(facts, result.constraint, **result.facts), identifying(given))
+
+
 def _draw(result: Result, folder: Path, names: Sequence[str] | None) -> list[Path]:
-    from spec_lab.analysis import figures  # a sweep's jobs draw nothing, and matplotlib takes a while to import
+    if names is not None and not names:
+        return []
+    from spec_lab.analysis import figures
 
     return figures.save(result.draw(names), folder, ("png",))

@@ -68,7 +68,13 @@ def test_a_run_writes_every_file(done):
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     tables = {f"{name}.parquet" for name in ("forwards", "steps", "requests")}
     drawn = {f"figures/{name}.png" for name in ("acceptance", "throughput", "phases")}
-    assert names == tables | drawn | {"summary.json", "manifest.json"}
+    assert names == tables | drawn | {"summary.json", "summary.md", "manifest.json"}
+
+
+def test_the_markdown_summary_has_the_table_of_arms_and_the_configuration(done):
+    lines = (done[0] / "summary.md").read_text().splitlines()
+    rows = {line.split(" | ")[0] for line in lines if line.startswith("| ")}
+    assert lines[0] == "# run" and rows >= {"| arm", "| repeat", "| baseline", "| seed"}
 
 
 @pytest.mark.nightly

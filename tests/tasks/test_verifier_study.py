@@ -274,7 +274,7 @@ def test_a_run_leaves_manifest_tables_and_figures(done):
     assert list(manifest["proposers"]) == manifest["arms"] == list(TREES)
     assert str(out) in output.replace("\n", "")
     assert {file.name for file in out.iterdir()} == {
-        "manifest.json", "summary.json", "recorded.parquet", "texts.parquet", "figures",
+        "manifest.json", "summary.json", "summary.md", "recorded.parquet", "texts.parquet", "figures",
     }  # fmt: skip
     for name in ("accepted", "time"):
         assert (out / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
