@@ -20,6 +20,11 @@ FOLDED = (24, 12)
 """Letters of a text in the first column, and in another, from which it may be broken so that more columns fit."""
 
 
+def standard_output(quiet: bool = False) -> Console:
+    """Return a console that prints text on standard output, in a notebook as well, where rich would show HTML."""
+    return Console(quiet=quiet, markup=False, force_jupyter=False)
+
+
 def say(console: Console, text: str, style: str = "", wrap: bool = True) -> None:
     """Print a text as it is."""
     console.print(Text(visible(text), style=style), soft_wrap=not wrap)

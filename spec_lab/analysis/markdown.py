@@ -53,11 +53,16 @@ def document(result: Result, facts: Mapping[str, Any], overrides: Sequence[str])
         facts: configuration and machine; empty ones are left out.
         overrides: the options of the command line that repeat the run.
     """
+    blocks = [body(result), "## Command", command(overrides), "## Configuration and machine", facts_table(facts)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def body(result: Result) -> str:
+    """Return the title, what was measured, warnings and sections of a result."""
     blocks = [f"# {escaped(result.title)}", escaped(result.lead), *(f"**{escaped(line)}**" for line in result.warnings)]
     for number, section in enumerate(result.sections):
         blocks += _section(section, () if number else result.verdict)
-    blocks += ["## Command", command(overrides), "## Configuration and machine", facts_table(facts)]
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join(blocks)
 
 
 def _section(section: Section, verdict: Sequence[str]) -> Iterator[str]:

@@ -71,7 +71,7 @@ def own_figures(table: pd.DataFrame) -> list[str]:
     return [name for name in names if name.count(".") == 1 and table[name].dtype.kind in "if"]
 
 
-def state_table(runs: Iterable[run_state.Run], names: Mapping[str, str]) -> DataTable:
+def state_table(runs: Iterable[run_state.RunState], names: Mapping[str, str]) -> DataTable:
     """Return the state of each run, its finished groups, its seconds and what went wrong.
 
     Args:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+import spec_lab
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import apply_constraint, build, option_names
 from spec_lab.cli.bundled import PACKAGE, conf, zoo
@@ -157,6 +159,23 @@ def _check_own(file: Path, folder: str, choice: str) -> None:
         raise ValueError(f"the config {file} cannot be read ({reason(error)[:300]}): correct it") from error
 
 
+@contextmanager
+def composing(given: Namespace) -> Iterator[Hydra]:
+    """Set Hydra up with the folders of configs that a command line names; restore what was there before.
+
+    Args:
+        given: the parsed command line.
+    """
+    path = str(Path(conf(), given.config_path or ""))
+    folders = create_config_search_path(path)
+    if given.config_dir:
+        url = f"file://{Path(given.config_dir).resolve()}"
+        folders.prepend("command-line", url, SearchPathQuery(provider="schema"))  # as Hydra does
+    with hydra.initialize_config_dir(path, version_base="1.3"):
+        GlobalHydra.instance().clear()
+        yield Hydra.create_main_hydra2("spec_lab", folders)
+
+
 def check_composition(arguments: Sequence[str]) -> None:
     """Refuse overrides and configs of the user's that Hydra cannot compose, with those that their ``defaults`` include.
 
@@ -173,15 +192,9 @@ def check_composition(arguments: Sequence[str]) -> None:
     paths = [override for override in given.overrides if override.startswith("hydra.searchpath=")]
     if not Path(path).is_dir() or not Path(given.config_dir or path).is_dir():
         return  # Hydra's own message is clear
-    folders = create_config_search_path(path)
-    if given.config_dir:
-        url = f"file://{Path(given.config_dir).resolve()}"
-        folders.prepend("command-line", url, SearchPathQuery(provider="schema"))  # as Hydra does
     try:
-        with hydra.initialize_config_dir(path, version_base="1.3"):  # it restores what was there before
-            GlobalHydra.instance().clear()
-            Hydra.create_main_hydra2("spec_lab", folders)
-            loader = GlobalHydra.instance().config_loader()
+        with composing(given) as composed:
+            loader = composed.config_loader
 
             def compose(overrides: list[str]) -> DictConfig:
                 load = partial(loader.load_configuration, given.config_name or "config", overrides)
@@ -204,6 +217,22 @@ def check_composition(arguments: Sequence[str]) -> None:
             f"the configs of {where} cannot be composed ({reason(error)[:300]}): correct the file, or one that its "
             "defaults include"
         ) from error
+
+
+def checked_line(arguments: Sequence[str]) -> list[str]:
+    """Return the command line of a run as Hydra reads it: without secrets and with options in place of our flags.
+
+    Raises:
+        ValueError: it is not readable, or Hydra cannot compose it.
+    """
+    plugins = str(PACKAGE / "cli" / "plugins")  # where Hydra finds our launcher
+    if plugins not in sys.path:
+        sys.path.append(plugins)
+    line = moved(replace_flags(arguments))
+    check_config_files()
+    check_overrides(line)
+    check_composition(line)
+    return line
 
 
 def _choices(group: str) -> list[str]:
@@ -242,7 +271,7 @@ def main() -> None:
 def command_line() -> None:
     """Run the command in ``sys.argv``."""
     if "--version" in sys.argv[1:]:
-        print(f"spec_lab {version('spec-lab')}")
+        print(f"spec_lab {spec_lab.__version__}")
         return
     if {"-sc", "--shell-completion"} & {*sys.argv[1:]} and "COMP_LINE" in os.environ:
         from spec_lab.cli.commands import complete, training_line
@@ -275,12 +304,8 @@ def command_line() -> None:
         except KeyboardInterrupt:
             print("\nInterrupted.", file=sys.stderr)
             sys.exit(interrupt.CODE)
-    sys.path.append(str(PACKAGE / "cli" / "plugins"))  # where Hydra finds our launcher
     try:
-        sys.argv[1:] = moved(replace_flags(sys.argv[1:]))
-        check_config_files()
-        check_overrides(sys.argv[1:])
-        check_composition(sys.argv[1:])
+        sys.argv[1:] = checked_line(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"spec_lab: {reason(error)}")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 
-from spec_lab.analysis.console import WIDE, say, show_table
+from spec_lab.analysis.console import WIDE, say, show_table, standard_output
 from spec_lab.analysis.run_tables import figure_table, own_figures, state_table
 from spec_lab.core.terminal import visible
 from spec_lab.results import run_names, sweep
@@ -37,7 +37,7 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     """
     from spec_lab.analysis.metrics import sweeps
 
-    console = console or Console(markup=False)
+    console = console or standard_output()
     runs = sweep.runs(folder)
     shown = [run for run in runs if every or run.state != "done" or run.code]
     show_table("", state_table(shown, sweeps.run_labels(runs)), console)
@@ -65,7 +65,7 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     from spec_lab.analysis.metrics import sweeps
     from spec_lab.analysis.roofline_text import baselines_in_words
 
-    console, table = console or Console(markup=False), sweeps.named(sweep.collect(folder))
+    console, table = console or standard_output(), sweeps.named(sweep.collect(folder))
     if "tau_pooled" not in table or not len(table):
         return
     shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]

@@ -48,7 +48,7 @@ QUEUED = {"engine": str, "job": str, "?failure": str, "?lost": str}
 
 
 @dataclass(frozen=True)
-class Run:
+class RunState:
     """One run of a sweep.
 
     Args:
@@ -214,7 +214,7 @@ def _running(folder: Path) -> bool:
         raise Unreadable(f"{lock} is not readable ({error.strerror})") from error
 
 
-def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
+def look(folder: Path, overrides: tuple[str, ...] = ()) -> RunState:
     """Return the state of the run in ``folder``."""
     broken_files: list[str] = []
 
@@ -237,7 +237,7 @@ def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
     state: State = how["state"] if how else "running" if running else "pending"
     error = how["error"] if how else "; ".join([*broken_files, *([job] if job else [])])
     code, seconds = (how["code"], how.get("seconds")) if how else (0, None)
-    return Run(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(broken_files)))
+    return RunState(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(broken_files)))
 
 
 def _on_cluster(folder: Path) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spec_lab.core.files import Unreadable, expect, read_json, write_json
 from spec_lab.results.run_figures import NUMBERS, figure_rows, provenance
 from spec_lab.results.run_names import NAME, folder_name, identifying, key
-from spec_lab.results.run_state import Locked, Run, file_lock, is_run, look
+from spec_lab.results.run_state import Locked, RunState, file_lock, is_run, look
 
 if TYPE_CHECKING:  # only readers of tables need pandas: composing a run imports nothing heavy
     import pandas as pd
@@ -83,7 +83,7 @@ def reading(*folders: Path) -> Iterator[None]:
         raise Unreadable(f"the files in {' or '.join(map(str, folders))} are not those of a run ({what})") from error
 
 
-def runs(sweep: Path) -> list[Run]:
+def runs(sweep: Path) -> list[RunState]:
     """Return every run of the sweep in the order of ``sweep.json``.
 
     Raises:
@@ -132,7 +132,7 @@ def collect(sweep: Path) -> pd.DataFrame:
     return table
 
 
-def mixed(runs: Iterable[Run]) -> dict[str, list[str]]:
+def mixed(runs: Iterable[RunState]) -> dict[str, list[str]]:
     """Return the facts in which finished runs differ although they should be the same, with their values, by name.
 
     They are commit, processor and GPUs; threads and prompts among runs with the same options for them.

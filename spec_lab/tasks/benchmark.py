@@ -20,7 +20,7 @@ import pandas as pd
 from rich.console import Console
 
 from spec_lab.analysis import metrics, tracking
-from spec_lab.analysis.console import say
+from spec_lab.analysis.console import say, standard_output
 from spec_lab.analysis.names import MAIN, names_in_manifest, renamed
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.tree_text import chosen_trees
@@ -85,7 +85,7 @@ def run(
         ValueError: parts that do not fit each other, prompts that do not fit, a directory that holds another run.
         OSError: a directory that cannot be written.
     """
-    console = console or Console(quiet=settings.overrides is not None, markup=False)
+    console = console or standard_output(quiet=settings.overrides is not None)
     check_repeats(repeat_disturbed, lab, settings)
     settings = settings.with_record(lab.max_tokens(settings))
     arms, turns = lab.arms(settings), lab.first_turns(settings)

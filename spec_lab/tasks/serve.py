@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 from rich.console import Console
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.results import serving as results
@@ -129,7 +130,7 @@ def serve(
             run.
         OSError: the directory cannot be written, or the trace cannot be read.
     """
-    console = console or Console()
+    console = console or standard_output()
     if lab.peers:
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
     lab.check_one_turn("task=serve_trace")

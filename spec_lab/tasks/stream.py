@@ -16,6 +16,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text as Line
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.constrain.vocabulary import text_bytes
 from spec_lab.core.options import Filled, checked
 from spec_lab.core.request import BROKEN
@@ -81,7 +82,7 @@ def stream(
     Raises:
         ValueError: an empty prompt, or one that does not fit the context; incompatible parts or options.
     """
-    console, errors = console or Console(), errors or Console(stderr=True)
+    console, errors = console or standard_output(), errors or Console(stderr=True)
     pieces = text_bytes(lab.target) if lab.pieces is None else lab.pieces
     prompts, cache, code = _prompts(lab, prompt, chat, messages), settings.new_prefix_cache(), 0
     lab, settings = replace(lab, prompts=prompts, pieces=pieces), replace(settings, batch_size=1)

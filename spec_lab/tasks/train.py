@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.results import training
 from spec_lab.core.device_memory import available
 from spec_lab.core.options import Count, Filled, Number, Share, WrongOption, checked
@@ -109,7 +110,7 @@ def train(
             loss that is NaN or infinite, or a directory that holds another run.
         OSError: the directory cannot be written.
     """
-    console = console or Console()
+    console = console or standard_output()
     if lab.applied is not None:
         raise ValueError("task=train does not support constraints; set constraint=none")
     _check_sampling(lab.sampling)

@@ -123,7 +123,7 @@ def run_folder(tmp_path):
     return tmp_path / "seed=1"
 
 
-def stands(folder: Path) -> run_state.Run:
+def stands(folder: Path) -> run_state.RunState:
     (run,) = sweep.runs(folder.parent)
     assert run.folder == folder
     return run
@@ -190,7 +190,7 @@ def test_a_run_is_held_by_one_process_at_a_time(run_folder):
 
 def test_a_stopped_run_is_pending_with_its_finished_groups(run_folder):
     (run_folder / "manifest.json").write_text(json.dumps({"groups": 5, "overrides": ["seed=1"]}))
-    assert stands(run_folder) == run_state.Run(run_folder, ("seed=1",), "pending", 0, 5)
+    assert stands(run_folder) == run_state.RunState(run_folder, ("seed=1",), "pending", 0, 5)
     parts(run_folder, 0, 1)
     assert stands(run_folder).groups == 2
     writer.Recorder(run_folder).gather()
@@ -201,7 +201,7 @@ def test_a_stopped_run_is_pending_with_its_finished_groups(run_folder):
 def test_the_status_of_a_finished_run_has_exit_code_and_seconds(run_folder):
     (run_folder / "manifest.json").write_text(json.dumps({"groups": 5}))
     run_state.end(run_folder, ["seed=1", "output_dir=x"], "abc", 3, 1.23456)
-    assert stands(run_folder) == run_state.Run(run_folder, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
+    assert stands(run_folder) == run_state.RunState(run_folder, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
     assert run_state.ended(run_folder)["config_sha256"] == "abc"
 
 

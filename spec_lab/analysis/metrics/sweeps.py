@@ -80,7 +80,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
 
 
-def run_labels(runs: Sequence[run_state.Run]) -> dict[str, str]:
+def run_labels(runs: Sequence[run_state.RunState]) -> dict[str, str]:
     """Return the options of each run that not all runs share, by its folder's name; keys are cut as in ``short_names``.
 
     The folder's name where all are shared.

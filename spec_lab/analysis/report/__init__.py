@@ -93,6 +93,19 @@ def write_comparison(compared: Comparison, file: Path) -> Path:
     return file
 
 
+def result_of(folder: Path) -> Result:
+    """Return the result of a run of any task, in any state, or of a sweep; arguments and errors as of ``write``."""
+    if sweep.is_sweep(folder):
+        return sweep_result.result(folder)
+    read = _reader(begun(folder) or {"config": {}})
+    return run.computed(run.RunFiles.read(folder)) if read is None else read(folder)
+
+
+def _reader(manifest: Mapping[str, Any]) -> Callable[[Path], Result] | None:
+    """Return what reads the result of the task of a manifest; None for a task with the rows of a run."""
+    return RESULTS.get(str((manifest["config"].get("task") or {}).get("_target_", "")))
+
+
 def _page(folder: Path) -> str:
     """Return the page about a run.
 
@@ -100,7 +113,7 @@ def _page(folder: Path) -> str:
         ValueError: the directory holds no rows of a run and will hold none; files that are not readable.
     """
     manifest: Mapping[str, Any] = begun(folder) or {"config": {}}
-    read = RESULTS.get(str((manifest["config"].get("task") or {}).get("_target_", "")))
+    read = _reader(manifest)
     view, names = None, []
     if read is not None:
         result = read(folder)

@@ -155,7 +155,7 @@ def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str], run_names: M
     return replace(shown, columns=[*shown.columns, ("run", False)], rows=cells, searchable=True, filters=filters)
 
 
-def _warnings(runs: Sequence[run_state.Run], table: pd.DataFrame) -> list[str]:
+def _warnings(runs: Sequence[run_state.RunState], table: pd.DataFrame) -> list[str]:
     warnings = [
         f"The runs differ in {name} ({', '.join(value[:16] for value in values)}): compare their figures with care."
         for name, values in sweep.mixed(runs).items()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.results.certificate import result as certificate_result
 from spec_lab.core.options import Count, Whole, checked
 from spec_lab.core.progress import Progress
@@ -70,7 +71,7 @@ def certify(
     sampling = PLAIN if lab.sampling.temperature == 0 else lab.sampling
     certifier = Certifier(lab, settings, samples, tokens, mask_rows, sampling)
     certifier.check()
-    console = console or Console()
+    console = console or standard_output()
     pairs: list[Pair] = []
     broken: dict[str, str] = {}
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from rich.console import Console
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.results import drafter_check
 from spec_lab.core.options import Filled, Number, WrongOption, checked
 from spec_lab.core.progress import Progress
@@ -60,7 +61,7 @@ def check(
             another target or sampling; a directory that holds another run.
         OSError: the directory cannot be written.
     """
-    console = console or Console()
+    console = console or standard_output()
     proposer = lab.proposer.proposer if isinstance(lab.proposer, Adaptive) else lab.proposer
     if isinstance(proposer, Null) or not proposer.nodes:
         raise ValueError("task=check_drafter: no proposer drafts: choose one, such as proposer=eagle")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.results import distance
 from spec_lab.constrain.potential import TooManyPrefixes
 from spec_lab.constrain.potential_bounds import SAMPLERS
@@ -57,7 +58,7 @@ def measure(
             with too many valid outputs.
         OSError: a directory that cannot be written.
     """
-    console = console or Console()
+    console = console or standard_output()
     lab.check_one_turn("task=constraint_distance")
     _check(lab)
     requests = lab.requests(settings)

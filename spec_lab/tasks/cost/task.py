@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.projection.costs import TABLE
 from spec_lab.analysis.results import cost
@@ -66,7 +67,7 @@ def measure(
             verifier, prompts that do not fit, or a directory that holds another run.
         OSError: the directory cannot be written.
     """
-    console = console or Console()
+    console = console or standard_output()
     for name, values in (("nodes", nodes), ("batches", batches), ("contexts", contexts)):
         if not values:
             raise WrongOption(f"{name} must hold a number, such as [1,2,4]")

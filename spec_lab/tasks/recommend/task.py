@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS
 from spec_lab.analysis.results import recommendation
 from spec_lab.core.options import Count, Filled, Number, WrongOption, checked
@@ -64,7 +65,7 @@ def recommend(
             few prompts, or a directory that holds another run.
         OSError: the directory cannot be written.
     """
-    console = console or Console()
+    console = console or standard_output()
     families = [*WITHOUT_FILES, *families_of(drafters)]
     build = _check(lab, settings)
     if model is not None:

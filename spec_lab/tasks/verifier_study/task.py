@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
+from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.results.verifiers import result as verifiers_result
 from spec_lab.core.options import Count, checked
 from spec_lab.core.progress import Progress
@@ -51,7 +52,7 @@ def study_verifiers(
         ValueError: parts that do not fit each other, prompts that do not fit, a directory that holds another run.
         OSError: a directory that cannot be written.
     """
-    console = console or Console()
+    console = console or standard_output()
     if settings.batch_size > 1:
         raise ValueError(
             f"batch_size must be 1 (got {settings.batch_size}): the verifier study drafts for one prompt at a time"

@@ -74,7 +74,7 @@ class Swept:
         """The output of all commands."""
         return " ".join((self.folder.parent / "output.txt").read_text().split())
 
-    def runs(self) -> dict[str, run_state.Run]:
+    def runs(self) -> dict[str, run_state.RunState]:
         """The runs by seed."""
         if not sweep.is_sweep(self.folder):
             return {}
