@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -135,7 +136,7 @@ def run(overrides: str | Sequence[str], quiet: bool = False) -> Run:
 
 def _line(words: Sequence[str]) -> list[str]:
     """Return the options of a run that a command line stands for."""
-    if not words or not words[0].replace("-", "_").isidentifier():
+    if not words or not re.fullmatch(r"[A-Za-z][\w-]*", words[0]):
         return [quote_prompt(word) for word in words] if not {"-m", "--multirun"} & set(words) else list(words)
     if words[0] not in SHORT:
         raise ValueError(

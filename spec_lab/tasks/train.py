@@ -19,8 +19,10 @@ from rich.console import Console
 from torch import Tensor
 
 from spec_lab.analysis.console import standard_output
+from spec_lab.analysis.drafter_card import card
 from spec_lab.analysis.results import training
 from spec_lab.core.device_memory import available
+from spec_lab.core.files import write_text
 from spec_lab.core.options import Count, Filled, Number, Share, WrongOption, checked
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
@@ -28,6 +30,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.placement import multiplies_bfloat16
+from spec_lab.results.run_names import identifying
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.train_forecast import bounded, forecast, paying_sentence, training_sentence
@@ -136,7 +139,11 @@ def train(
     fitting = _Training(lab, settings, recipe, plan, source, torch.bfloat16 if low else None, console)
     leaves = "Drafter, texts, learning curves, summary and manifest"
     parts = lab, settings, config, [recipe.name], fitting.work, fitting.left
-    return Task(*parts, more=source.facts(), leaves=leaves, resumes=True).run(console)
+    code = Task(*parts, more=source.facts(), leaves=leaves, resumes=True).run(console)
+    if code == 0:
+        file, given = settings.output_dir / "drafter" / "README.md", identifying(settings.given)
+        write_text(file, card(settings.output_dir, given))
+    return code
 
 
 def _check_count(answers: int, rows: int, passes: float) -> None:

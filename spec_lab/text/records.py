@@ -125,6 +125,10 @@ def _rows(path: str, limit: int | None, columns: tuple[str, ...] | None) -> Iter
                 raise ValueError(f"prompts file {path} has {size} bytes uncompressed, more than {MAX_FILE}; split it")
             held = set(file.schema_arrow.names)
             kept = None if columns is None else [name for name in columns if name in held]
+            if columns is not None and not kept:
+                raise ValueError(
+                    f"prompts file {path} has no column {' or '.join(columns)}; it has {', '.join(sorted(held))[:500]}"
+                )
             number = decoded = 0
             for batch in file.iter_batches(BATCH, columns=kept):
                 decoded += batch.nbytes

@@ -343,7 +343,12 @@ def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypat
     first, second = (tmp_path / folder / "drafter" for folder in ("first", "second"))
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
-    assert sorted(file.name for file in first.iterdir()) == ["calibration_1.json", "config.json", "model.safetensors"]
+    assert sorted(file.name for file in first.iterdir()) == [
+        "README.md", "calibration_1.json", "config.json", "model.safetensors",
+    ]  # fmt: skip
+    card, summary = (first / "README.md").read_text(), json.loads((first.parent / "summary.json").read_text())
+    assert f"Tau {1 + summary['measured_length']:.2f}" in card and summary["sha256"] in card
+    assert "spec-lab batch_size=4 +experiment=train_medusa" in card and "output_dir" not in card
 
     def free(target, proposers, *_):
         return StepCosts(dict.fromkeys(proposers, 1.0), dict.fromkeys(proposers, 0.0), 10)
