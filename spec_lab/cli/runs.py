@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def result(self) -> Result:
-        """What the page and the terminal show: sections with tables, figures and notes."""
+        """The sections that page and terminal show: tables, figures and notes."""
         from spec_lab.analysis.report import result_of
 
         return result_of(self.folder)

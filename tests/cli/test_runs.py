@@ -74,7 +74,7 @@ def test_a_sweep_has_its_runs_and_one_table(here, options):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("proposer=ngram proposer.depth=0", "proposer.depth"),
+        ("proposer=ngram batch_size=0", "batch_size"),
         ("proposer=ngram proposer.dept=3", "proposer.depth"),
         ("compare a b", "compare is no run"),
         ("train nothing_known", "nothing_known"),
