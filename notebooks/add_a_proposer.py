@@ -114,9 +114,13 @@ print(recent.follow([1, 2, 3], 4))  # nothing has followed 3
 # `--config-dir` adds our YAML to the choices. Prompt lookup, which looks for longer matches first, and the baseline
 # decode the same prompts in the same run.
 
-# %% language="bash"
-# python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram \
-#     prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=measured
+# %%
+import spec_lab
+
+run = spec_lab.run(
+    "--config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram "
+    "prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=measured"
+)
 
 # %% [markdown]
 # Before decoding, the run checks that the verifier supports such drafts. At its end it enumerates a few steps of this
@@ -170,9 +174,11 @@ changes[["reference_value", "other_value", "change", "simultaneous_low", "simult
 # With a lossless verifier, drafts change the speed and never the distribution of the output, provided that they were
 # drawn as the proposer declares. `certify` tests both: on toy models by enumeration, on the real target by samples.
 
-# %% language="bash"
-# python -m spec_lab --config-dir my_drafts/conf +experiment=certify proposer=recent \
-#     task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 output_dir=certified
+# %%
+run = spec_lab.run(
+    "--config-dir my_drafts/conf +experiment=certify proposer=recent "
+    "task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 output_dir=certified"
+)
 
 # %% [markdown]
 # ## Package it

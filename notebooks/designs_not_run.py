@@ -34,10 +34,15 @@ os.environ["COLUMNS"] = "100"
 # First texts of the target at temperature 1, with the draft model's distributions at every position. Then a run of two
 # arms, a chain of four and a tree, both drawn independently.
 
-# %% language="bash"
-# python -m spec_lab task=verifier_study task.every=1 task.repeats=1 proposer=draft_chain proposer.depth=1 \
-#     proposer.confidence=0 sampling=temperature_1 record=replay prompts=bundled prompts.limit=12 max_new_tokens=24 \
-#     threads=1 output_dir=texts >log.txt 2>&1 || cat log.txt
+# %%
+import spec_lab
+
+texts = spec_lab.run(
+    "task=verifier_study task.every=1 task.repeats=1 proposer=draft_chain proposer.depth=1 "
+    "proposer.confidence=0 sampling=temperature_1 record=replay prompts=bundled prompts.limit=12 max_new_tokens=24 "
+    "threads=1 output_dir=texts",
+    quiet=True,
+)
 
 # %% language="bash"
 # python -m spec_lab proposer=draft_chain proposer.depth=4 proposer.drawn=iid proposer.confidence=0 \
@@ -66,10 +71,13 @@ known[["verifier", "shape", "tau", "low", "high"]].round(2)
 # %% [markdown]
 # Is it so? A chain of three is run, with another seed, so on other texts of the same prompts.
 
-# %% language="bash"
-# python -m spec_lab proposer=draft_chain proposer.depth=3 proposer.drawn=iid proposer.confidence=0 seed=1 \
-#     baseline=false sampling=temperature_1 prompts=bundled prompts.limit=12 max_new_tokens=24 warmup=0 threads=1 \
-#     output_dir=measured >log.txt 2>&1 || cat log.txt
+# %%
+short = spec_lab.run(
+    "proposer=draft_chain proposer.depth=3 proposer.drawn=iid proposer.confidence=0 seed=1 "
+    "baseline=false sampling=temperature_1 prompts=bundled prompts.limit=12 max_new_tokens=24 warmup=0 threads=1 "
+    "output_dir=measured",
+    quiet=True,
+)
 
 # %%
 import numpy as np

@@ -34,9 +34,13 @@ os.environ["COLUMNS"] = "100"
 # target verifies all of them in one forward. Two arms decode eight held-out prompts that begin a JSON record: `medusa`,
 # and the `baseline`, which decodes one token per forward.
 
-# %% language="bash"
-# python -m spec_lab +experiment=medusa_tree proposer.tree=3x2x1 prompts=json sampling=temperature_1 \
-#     prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=first
+# %%
+import spec_lab
+
+run = spec_lab.run(
+    "+experiment=medusa_tree proposer.tree=3x2x1 prompts=json sampling=temperature_1 "
+    "prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=first"
+)
 
 # %% [markdown]
 # ## The files
@@ -141,7 +145,6 @@ print(output["prompt"][-60:] + "".join(green(span.text) if span.kind == "accepte
 # n-grams that occurred before in the text; accepted ones are green again.
 
 # %%
-import spec_lab
 from spec_lab.propose.ngram import Ngram
 
 prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def"

@@ -168,9 +168,13 @@ display(figure)
 # chi-square test of texts, and score tests of tokens of the real models, each with the smallest bias that it would have
 # detected. With the few tokens here the score tests detect large biases only; the default is 2000.
 
-# %% language="bash"
-# python -m spec_lab +experiment=certify proposer=draft_chain proposer.drawn=deterministic verifier=token \
-#     task.samples=2000 task.tokens=256 prompts.limit=8 max_new_tokens=16 threads=1 output_dir=certified
+# %%
+import spec_lab
+
+run = spec_lab.run(
+    "+experiment=certify proposer=draft_chain proposer.drawn=deterministic verifier=token "
+    "task.samples=2000 task.tokens=256 prompts.limit=8 max_new_tokens=16 threads=1 output_dir=certified"
+)
 
 # %%
 import json
