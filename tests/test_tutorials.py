@@ -71,11 +71,12 @@ def forget() -> None:
         del sys.modules[name]
 
 
-FAST = [("write_a_proposer", 1), ("write_a_verifier", 0), ("write_a_verifier", 1), ("write_a_metric", 1)]
+FAST = [("write_a_proposer", 1), ("write_a_verifier", 0), ("write_a_verifier", 1)]
 """Those of the short run, which has the constraint's page in a test of its own."""
 CASES = [
     pytest.param(page, number, marks=() if (page, number) in FAST else pytest.mark.nightly)
     for page in ON_PAGES
+    if page != "write_a_metric"  # has a test of its own
     for number, _ in enumerate(commands(page))
 ]
 
@@ -103,16 +104,21 @@ def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypat
         assert summary["proposer"] == chosen["proposer"] and summary["errors"] == []
         assert summary["verifier"] == chosen.get("verifier", "token")
         assert summary["tokens"] > 4
-        if "metrics=answers" in arguments:
-            assert {name: value["mean"] > 0 for name, value in summary["metrics"].items()} == {
-                "words": True, "slow_start": True
-            }  # fmt: skip
-        if "tracker=lines" in arguments:
-            (line,) = (tmp_path / "here" / "tracked.jsonl").read_text().splitlines()
-            means = {name: value["mean"] for name, value in summary["metrics"].items()}
-            assert json.loads(line) == {"arm": "speculative", **means}
     else:
         assert "chain_rejection" in errors and "draft_tree" in errors
+
+
+def test_the_metric_and_the_tracker_of_their_page_have_the_values_of_the_run(quick_cli, tmp_path, package):
+    package("write_a_metric")
+    plain, tracked = commands("write_a_metric")
+    assert {*plain} < {*tracked}
+    code, _, errors = quick_cli(*shortened(tracked))
+    assert code == 0, errors
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    means = {name: value["mean"] for name, value in summary["metrics"].items()}
+    assert means.keys() == {"words", "slow_start"} and all(mean > 0 for mean in means.values())
+    (line,) = (tmp_path / "here" / "tracked.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"arm": "speculative", **means}
 
 
 @pytest.mark.nightly
