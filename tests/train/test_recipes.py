@@ -348,7 +348,7 @@ def test_trained_medusa_heads_draft_as_documented(quick_cli, tmp_path, monkeypat
     ]  # fmt: skip
     card, summary = (first / "README.md").read_text(), json.loads((first.parent / "summary.json").read_text())
     assert f"Tau {1 + summary['measured_length']:.2f}" in card and summary["sha256"] in card
-    assert "spec-lab batch_size=4 +experiment=train_medusa" in card and "output_dir" not in card
+    assert "batch_size=4 +experiment=train_medusa" in card and "output_dir" not in card
 
     def free(target, proposers, *_):
         return StepCosts(dict.fromkeys(proposers, 1.0), dict.fromkeys(proposers, 0.0), 10)
