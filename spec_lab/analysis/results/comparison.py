@@ -57,11 +57,10 @@ def result(comparison: Comparison) -> Result:
     frame["label"] = [_label(*row) for row in zip(*columns, strict=True)]
     drawn = {figures.file_name("change", name): partial(figures.changes, frame, name, heading(name))
              for name in dict.fromkeys(frame["figure"])}  # fmt: skip
-    last, names = (
-        comparison.pairs[-1],
-        list(dict.fromkeys(shortened(Path(run.name).name, 40) for run in comparison.runs)),
-    )
-    title = f"Comparison of {' and '.join(names)}" if len(names) < 4 else f"Comparison of {len(names)} runs"
+    last, names = comparison.pairs[-1], {shortened(Path(run.name).name, 40) for run in comparison.runs}
+    title = f"Comparison of {len(comparison.runs)} runs"
+    if len(names) == len(comparison.runs) < 4:  # not runs of a sweep, whose long names look the same
+        title = f"Comparison of {' and '.join(shortened(Path(run.name).name, 40) for run in comparison.runs)}"
     return Result(
         title, f"{lead}; {comparison.tested} tested changes",
         [
@@ -87,8 +86,9 @@ def _key(comparison: Comparison) -> Section | None:
         for name in KEY_CHANGES:
             change = changes.get(name)
             text = change_text(change, change.simultaneous.mean) if change else ""
-            cells.append(Cell(text, ends=f"({change.verdict})" if change and text else ""))
-        rows.append([*cells, Cell(f"{pair.identical:.0%}" if pair.prompts else "")])
+            value = change.simultaneous.mean if change else float("nan")
+            cells.append(Cell(text, value, f"({change.verdict})" if change and text else ""))
+        rows.append([*cells, Cell(f"{pair.identical:.0%}" if pair.prompts else "", pair.identical)])
     columns = [("arm", False), *((heading, True) for heading in KEY_CHANGES.values()), ("same outputs", True)]
     more = len(comparison.pairs) - MAX_KEY
     return Section("", f"The first {MAX_KEY} of {len(comparison.pairs)} pairs." * (more > 0), DataTable(columns, rows))
