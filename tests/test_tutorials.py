@@ -20,7 +20,7 @@ SHORT = ["prompts.limit=2", "max_new_tokens=8", "warmup=0", "threads=1", "output
 CERTIFY = ["task.samples=500", "task.tokens=0", "task.mask_rows=200"]
 ON_PAGES = {
     "write_a_proposer": [0, 0, 0],
-    "write_a_verifier": [0, 1, 0, 1],
+    "write_a_verifier": [0, 1, 0, 0, 1],
     "write_a_constraint": [0, 0, 0],
     "write_a_metric": [0, 0],
 }
@@ -71,7 +71,7 @@ def forget() -> None:
         del sys.modules[name]
 
 
-FAST = [("write_a_proposer", 1), ("write_a_verifier", 0), ("write_a_verifier", 1)]
+FAST = [("write_a_proposer", 1), ("write_a_verifier", 1), ("write_a_verifier", 2), ("write_a_verifier", 4)]
 """Those of the short run, which has the constraint's page in a test of its own."""
 CASES = [
     pytest.param(page, number, marks=() if (page, number) in FAST else pytest.mark.nightly)
@@ -95,7 +95,9 @@ def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypat
     code, output, errors = quick_cli(*arguments)
     assert code == expected, errors
     chosen = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    if "+experiment=certify" in arguments:
+    if arguments[0] == "check":
+        assert ("NOT LOSSLESS" in output) == bool(code) and "lossless" in output.lower()
+    elif "+experiment=certify" in arguments:
         (pair,) = json.loads((tmp_path / "here" / "certificate.json").read_text())["pairs"]
         assert pair["certified"] == (None if code else "exact"), output
         assert pair["exact"]["drafted"] > 100

@@ -338,10 +338,18 @@ def _option(group: str, name: str, options: Mapping[str, Any]) -> DictConfig:
     return OmegaConf.merge(read, dict(options))  # type: ignore[return-value]
 
 
-def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
+def apply_constraint(
+    config: DictConfig, settings: Any, target: Any, known: Callable[[], Any] | None = None
+) -> tuple[Any, Any]:
     """Build the applied constraint and the bytes of the target's tokens; None where the run needs none.
 
     ``config.constraint`` holds a constraint's own options and those of ``AppliedConstraint``.
+
+    Args:
+        config: of the run.
+        settings: its scalars.
+        target: whose tokens are constrained.
+        known: returns the vocabulary; None: the target's.
 
     Raises:
         Refused: as in ``build``; parts that do not go together.
@@ -356,12 +364,12 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
     text = {"healing": settings.token_healing, "banned": settings.banned_strings, "at_least": settings.min_new_tokens}
     try:
         needed = not str(named["_target_"]).endswith(".load.none") or any(text.values())
-        vocabulary = Vocabulary.of(target) if needed else None
+        vocabulary = (known() if known else Vocabulary.of(target)) if needed else None
         constraint = build(OmegaConf.create({"constraint": further}), "constraint", vocabulary=vocabulary)
         applied = combine(constraint, vocabulary, options, **text)
         if vocabulary is not None:
             return applied, vocabulary.bytes
-        return applied, text_bytes(target) if settings.stop_strings else None
+        return applied, text_bytes(target) if settings.stop_strings and target is not None else None
     except WrongOption as error:
         raise Refused(f"spec_lab: {qualified(reason(error), 'constraint', named)}") from error
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
 ``track`` read runs; ``convert`` weights; ``index`` text; ``explain`` explains options.
 
-``spec-lab train NAME``, ``check-drafter`` and ``recommend`` are short for runs (``SHORT``).
+``spec-lab train NAME``, ``check``, ``check-drafter`` and ``recommend`` are short for runs (``SHORT``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def complete(line: str) -> tuple[list[str], bool]:
     return [f"{above}{name}/" for name in folders if name[0] != "." or begins], False
 
 
-TRAIN, PREFIX, CHECK, RECOMMEND = "train", "train_", "check-drafter", "recommend"
+TRAIN, PREFIX, PARTS, CHECK, RECOMMEND = "train", "train_", "check", "check-drafter", "recommend"
 
 OF_TASK = ("minutes", "drafters", "hardware", "model", "batches")
 """Options of ``task=recommend`` that ``recommend`` takes without ``task.``."""
@@ -85,6 +85,18 @@ def experiment(arguments: Sequence[str]) -> list[str]:
     """
     given = parser()[1][TRAIN].parse_args(arguments[1:])
     return [f"+experiment={PREFIX}{given.name}", *given.overrides]
+
+
+def parts_check(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that ``check OVERRIDES...`` is short for. Where no proposer is named, there is none.
+
+    Raises:
+        SystemExit: ``--help`` is printed.
+    """
+    _, typed = parser()[1][PARTS].parse_known_args(arguments[1:])
+    named = any(re.match(r"proposer\b|\+?experiment=", text) for text in typed)
+    first = next((number for number, text in enumerate(typed) if re.match(r"[^-]+=|~", text)), len(typed))
+    return [*typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]  # flags stay in front
 
 
 def drafter_check(arguments: Sequence[str]) -> list[str]:
@@ -113,7 +125,7 @@ def recommendation(arguments: Sequence[str]) -> list[str]:
 
 
 SHORT: Mapping[str, Callable[[Sequence[str]], list[str]]] = {
-    TRAIN: experiment, CHECK: drafter_check, RECOMMEND: recommendation,
+    TRAIN: experiment, PARTS: parts_check, CHECK: drafter_check, RECOMMEND: recommendation,
 }  # fmt: skip
 """Commands that are short for a run: each returns the arguments of the run."""
 
@@ -215,6 +227,15 @@ def _add_runs(which: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     train.add_argument("name", type=_training, metavar="NAME", help=f"one of {names}; NAME --help prints its options")
     more = "options, such as target.path=DIR output_dir=DIR"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="OVERRIDE", help=more)
+    which.add_parser(
+        PARTS,
+        usage=f"spec-lab {PARTS} [OVERRIDE ...]",
+        description="Check parts of your own in seconds: every outcome on a few toys is enumerated, and no target is "
+        "read. Prints whether the output has the target's distribution, the total variation and the smallest "
+        "counter-example; the exit code is 0 or 1. Short for python -m spec_lab task=check OVERRIDE..., such as "
+        "proposer=mine verifier=token policy=fixed constraint=regex --config-dir my_parts/conf. Without proposer= a "
+        "draft model drafts, in each way of drawing that the verifier accepts.",
+    )
     check = which.add_parser(
         CHECK,
         usage=f"spec-lab {CHECK} [--expect TAU] [OVERRIDE ...]",

@@ -22,7 +22,7 @@ from spec_lab.models import ranks
 from spec_lab.results import run_names
 
 STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
-TRAIN = "spec_lab.tasks.train.train"
+TRAIN, CHECK = "spec_lab.tasks.train.train", "spec_lab.tasks.certify.check.check"
 BENCHMARK = "spec_lab.tasks.benchmark.run"
 DECODING = (BENCHMARK, "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from spec_lab.cli.bundled import conf
-from spec_lab.cli.commands import CHECK, RECOMMEND, TRAIN, parser
+from spec_lab.cli.commands import CHECK, PARTS, RECOMMEND, TRAIN, parser
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.subcommands import COMMANDS, refuse
 
@@ -26,6 +26,7 @@ EXAMPLES = (
 
 RUNS = {
     TRAIN: "Train a drafter for a target: train NAME OVERRIDE...",
+    PARTS: "Check parts of your own on toys, in seconds: check verifier=mine.",
     CHECK: "Measure a drafter under every reading of its files.",
     RECOMMEND: "Say which speculative mode is fastest, or none.",
 }

@@ -89,11 +89,12 @@ def run_of_sweep(config: DictConfig) -> None:
         with run_state.holding(out, patience):
             if known := before(config, out):
                 return say(known)
-            done = (run_state.ended(out) or {"state": ""})["state"] == "done"
+            state = (run_state.ended(out) or {"state": ""})["state"]
+            done = state == "done"
             if not done:
                 run_state.begin(out)
             try:
-                code = carry_out(config, out, overrides)
+                code = carry_out(config, out, overrides, retried=state == "failed")
             except Exception as error:
                 if interrupt.interrupted():
                     raise KeyboardInterrupt from None
@@ -123,17 +124,18 @@ def before(config: DictConfig, out: Path) -> str:
     return "" if config.get("retry") else f"failed before ({how['error']}); retry=true tries again"
 
 
-def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = None, retried: bool = False) -> int:
     """Build and run the task, and record that the run is done; return its exit code.
 
     Args:
         config: the composed config.
         out: the run's directory.
         overrides: the run's overrides if it belongs to a sweep; None for a single run.
+        retried: whether it failed before.
     """
     began = time.perf_counter()
     try:
-        code = start(config, out, overrides)
+        code = start(config, out, overrides, retried)
     except SystemExit as error:  # of a part's code: nothing here raises it
         raise Refused(
             f"spec_lab: a part ended the run by {described(error)}{location(error, __name__)}: let it raise another "

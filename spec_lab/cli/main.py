@@ -282,7 +282,7 @@ def command_line() -> None:
         if not hydras_too:
             return
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
-    if sys.argv[1:2] and sys.argv[1] in ("train", "check-drafter", "recommend"):
+    if sys.argv[1:2] and sys.argv[1] in ("train", "check", "check-drafter", "recommend"):
         from spec_lab.cli.commands import SHORT
 
         sys.argv[1:] = SHORT[sys.argv[1]](sys.argv[1:])

@@ -50,6 +50,7 @@ class Preflight(Callback):
         """Check the name and the output directory of a single run."""
         check_name(config.get("name"))
         self.made = _check_folders(config, "hydra.run.dir")
+        atexit.register(self.on_run_end)  # Hydra does not call it after an exit code
 
     def on_run_end(self, **_: Any) -> None:
         """Remove the output directory of a single run that wrote nothing."""
@@ -60,6 +61,11 @@ class Preflight(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Check a sweep's options and record its runs in ``sweep.json``."""
         check_sweeper(config)
+        if config.get("overwrite"):
+            raise SystemExit(
+                "spec_lab: overwrite=true is for single runs: for a sweep choose another output_dir=DIR; retry=true "
+                "runs failed runs again, also with changed parts"
+            )
         check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
         alike = {override for job in jobs for override in job if not run_names.identifying([override])}

@@ -27,6 +27,7 @@ from spec_lab.cli.build import (
     under_policy,
 )
 from spec_lab.cli.config_checks import (
+    CHECK,
     RECOMMEND,
     check_drawing,
     check_gguf,
@@ -132,7 +133,9 @@ def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str)
     return replace(target, name=name) if target.name == path != name else target
 
 
-def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> tuple[Any, Any, Any, dict[str, Any]]:
+def _prepare(
+    config: DictConfig, out: Path, overrides: Sequence[str] | None, retried: bool
+) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Build the task, the lab, its settings, and the config as it is written to files."""
     from spec_lab.cli.drafter_paths import check_drafters
     from spec_lab.results.manifest import begun_trees, digest
@@ -144,12 +147,13 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     given = None if overrides is None else run_names.identifying(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
     typed = overrides_of(HydraConfig.get()) if HydraConfig.initialized() else ()
-    settings = Settings(output_dir=out, overrides=given, given=typed, config_sha256=identity, **scalars)
+    identifying = {"overrides": given, "given": typed, "config_sha256": identity}
+    settings = Settings(output_dir=out, retried=retried, **identifying, **scalars)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker, metrics = build(config, "prompts"), build(config, "tracker"), own_metrics(config)
     check_drawing(config, verifier)
-    begun = with_trees(config, begun_trees(out, shown, identity))
+    begun = config if settings.overwrite else with_trees(config, begun_trees(out, shown, identity))
     LOG.info("Reading the files of drafters")
     try:
         check_drafters(config)
@@ -176,7 +180,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     return work, lab, settings, shown
 
 
-def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None, retried: bool = False) -> int:
     """Build what the config names, and run it. Returns the exit code; arguments as in ``carry_out``.
 
     The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
@@ -187,12 +191,16 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     check_texts(config)
     drop_unused(config)
     check_torchrun(config)
+    if OmegaConf.select(config, "task._target_") == CHECK:
+        from spec_lab.cli.check import check_parts  # what a run needs besides takes a while to import
+
+        return check_parts(config)
     import torch
 
     threads = torch.get_num_threads()
     try:
         with Status():
-            work, lab, settings, shown = _prepare(config, out, overrides)
+            work, lab, settings, shown = _prepare(config, out, overrides, retried)
         with interrupt.Raising():
             return int(work(lab, settings, shown))
     except WrongOption as error:  # of the task, which checks its options with the parts

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from shutil import rmtree
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +32,13 @@ PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokeniz
 MEDUSA = "spec_lab.drafters.medusa.propose.Medusa.load"
 MEASURING = ("recalibrate", "cache")
 """Options of ``MEDUSA`` that only choose the tree when a run begins. The chosen tree itself is compared."""
+
+FOLDERS = ("parts", "figures", "readings", "training", "texts", "drafter", "experiment")
+FILES = (
+    "*.parquet", "forwards.csv", "learning.jsonl", "summary.json", "certificate.json", "progress.json", "report.html",
+    "ended.json",
+)  # fmt: skip
+"""What a run writes into its directory besides its manifest."""
 
 JOBS = ("ended.json", "queued.json")
 """Files of a run's directory that are not results: a sweep's records of its jobs."""
@@ -116,8 +124,15 @@ def manifest(
     }
 
 
-def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+def claim(
+    out: Path, facts: Mapping[str, Any], anew: Literal["never", "if another", "always"] = "never"
+) -> dict[str, Any]:
     """Write ``manifest.json`` into ``out``, or find that ``out`` already holds part of the same run.
+
+    Args:
+        out: the run's directory.
+        facts: of ``manifest``.
+        anew: whether a run that ``out`` holds is removed: only "if" it is "another", or "always".
 
     Returns:
         The contents of ``manifest.json``; for a resumed run, those from when it began.
@@ -128,6 +143,9 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """
     facts = _as_read(facts)
     there = begun(out)
+    if there is not None and (anew == "always" or (anew == "if another" and _other(there, facts))):
+        remove_run(out)
+        there = None
     if there is None:
         if rows := sorted([*out.glob("*.parquet"), *out.glob("parts/*.parquet")]):
             raise ValueError(
@@ -137,13 +155,38 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "manifest.json", facts)
         return facts
+    if different := _other(there, facts):
+        what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
+        raise ValueError(
+            f"{out} already holds another run ({what}); choose another output_dir=DIR, or remove it, as overwrite=true "
+            "does"
+        )
+    return there
+
+
+def _other(there: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Return how the run of a manifest differs from another, in words; nothing where it can be resumed."""
     different = _differences(*_of_known_code(_identity(there), _identity(facts)))
     if not different and there.get("config_sha256", here := facts.get("config_sha256", "")) != here:
         different = ["an environment variable that the configuration reads: one value there, another here"]
-    if different:
-        what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
-        raise ValueError(f"{out} already holds another run ({what}); choose another output_dir=DIR, or remove it")
-    return there
+    return different
+
+
+def remove_run(out: Path) -> None:
+    """Remove the files of the run in ``out``, the manifest last. Others that are there stay.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for name in FOLDERS:
+        folder = out / name
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.is_dir():
+            rmtree(folder)
+    for pattern in (*FILES, "manifest.json"):
+        for file in out.glob(pattern):
+            file.unlink()
 
 
 def unclaim(out: Path, facts: Mapping[str, Any], error: Exception, decoded: bool) -> None:

@@ -8,7 +8,7 @@ from re import ASCII, sub
 
 from spec_lab.results.redact import redacted
 
-UNIDENTIFYING = ("output_dir", "tracker", "metrics", "retry", "verbose")
+UNIDENTIFYING = ("output_dir", "tracker", "metrics", "retry", "overwrite", "verbose")
 """Options about where results go, what is computed from a run's rows, what is printed and retries: they do not make it
 another run.
 """

@@ -48,6 +48,9 @@ class Settings:
         verbose: -v: print every column of the tables; terminals of 130 columns and more show them anyway.
         overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a
             sweep prints no table and draws no figures.
+        overwrite: remove the run that output_dir holds, and begin anew.
+        retried: of a job of a sweep, whether it failed before. What is left of it is removed if its code, or anything
+            else, was another one.
         given: options of the command line, secrets left out, for a command that repeats them.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
             the names of environment variables, not with their values.
@@ -72,6 +75,8 @@ class Settings:
     record_share: Annotated[float, Number(0, 1, above=True)] = 1.0
     verbose: bool = False
     overrides: Sequence[str] | None = None
+    overwrite: bool = False
+    retried: bool = False
     given: Sequence[str] = ()
     config_sha256: str = ""
 
@@ -86,6 +91,11 @@ class Settings:
             raise WrongOption(
                 f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
             )
+
+    @property
+    def anew(self) -> Literal["never", "if another", "always"]:
+        """Whether a run that the directory holds is removed, for ``manifest.claim``."""
+        return "always" if self.overwrite else "if another" if self.retried else "never"
 
     @property
     def recording(self) -> Recording:
@@ -122,5 +132,5 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        others = ("output_dir", "overrides", "given", "config_sha256")
+        others = ("output_dir", "overrides", "retried", "given", "config_sha256")
         return [field.name for field in fields(Settings) if field.name not in others]

@@ -91,7 +91,7 @@ class Task:
         if (chat := lab.chat_facts()) is not None:
             entries["chat"] = chat
         entries |= dict(self.more or {})
-        facts = claim(out, entries | {"config_sha256": self.settings.config_sha256})
+        facts = claim(out, entries | {"config_sha256": self.settings.config_sha256}, self.settings.anew)
         remove_abandoned(out / "parts")
         before = lab.target.lm.forwards
         resumes = self.resumes or self.parts is not None
@@ -121,7 +121,11 @@ class Task:
             if isinstance(error, PartError) and resumes:
                 count, on_disk = self.left()
                 if count:
-                    raise PartError(f"{error}; {on_disk}, and the {resume} resumes there") from error
+                    anew = "retry=true" if self.settings.overrides is not None else "overwrite=true"
+                    raise PartError(
+                        f"{error}; {on_disk}, and the {resume} resumes there; once the part is changed, {anew} begins "
+                        "anew"
+                    ) from error
             raise
         finally:
             lab.tracker.close()

@@ -10,7 +10,7 @@ from spec_lab.results import sweep
 def sweep_of(cli, monkeypatch, tmp_path):
     """Run a sweep whose runs do nothing: (exit code, output, the last option of each run)."""
 
-    def start(config, out, overrides=None):
+    def start(config, out, overrides=None, retried=False):
         (out / "left").touch()
         return 0
 

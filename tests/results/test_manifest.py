@@ -84,6 +84,28 @@ def test_whatever_may_change_a_token_or_a_second_makes_another_run(tmp_path, pat
         claim(tmp_path, other)
 
 
+def test_a_run_in_the_way_is_removed_on_request_and_other_files_stay(tmp_path):
+    claim(tmp_path, facts())
+    for name in ("summary.json", "parts/steps-000.parquet", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    again = facts()
+    claim(tmp_path, again, "if another")
+    assert (tmp_path / "summary.json").exists(), "the same run is resumed"
+    claim(tmp_path, again | {"commit": "other"}, "if another")
+    assert {file.name for file in tmp_path.iterdir()} == {"manifest.json", "notes.txt"}
+    (tmp_path / "summary.json").write_text("")
+    claim(tmp_path, again | {"commit": "other"}, "always")
+    assert {file.name for file in tmp_path.iterdir()} == {"manifest.json", "notes.txt"}
+
+
+def test_rows_without_a_manifest_are_never_removed(tmp_path):
+    (tmp_path / "steps.parquet").write_text("")
+    with pytest.raises(ValueError, match="no manifest"):
+        claim(tmp_path, facts(), "always")
+    assert (tmp_path / "steps.parquet").exists()
+
+
 def test_a_commit_with_local_changes_is_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "abc")
     claim(tmp_path, facts())

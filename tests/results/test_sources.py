@@ -92,6 +92,36 @@ def test_a_run_is_resumed_with_the_same_code(quick_cli, interrupted, arguments, 
 
 
 @pytest.mark.nightly
+def test_a_failed_run_is_retried_with_mended_code(quick_cli, plugin, arguments, tmp_path, anew, monkeypatch):
+    plain = Loop.decode
+
+    def decode(self, requests):
+        if requests[0].id == 1:
+            raise RuntimeError("a bug")
+        return plain(self, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "decode", decode)
+        code, _, errors = quick_cli("--multirun", *arguments, "seed=1")
+        assert code == 1 and "a bug" in errors
+    edit(plugin)
+    anew("toy_plugin")
+    code, _, errors = quick_cli("--multirun", *arguments, "seed=1", "retry=true")
+    assert code == 0, errors
+
+
+@pytest.mark.nightly
+def test_a_run_of_other_code_is_overwritten_on_request(quick_cli, interrupted, arguments, plugin, anew):
+    edit(plugin)
+    anew("toy_plugin")
+    code, _, errors = quick_cli(*arguments, "overwrite=true")
+    assert code == 0, errors
+    assert (interrupted / "summary.json").is_file()
+    code, _, errors = quick_cli("--multirun", *arguments, "overwrite=true", "seed=1")
+    assert code == 1 and "overwrite=true is for single runs" in errors
+
+
+@pytest.mark.nightly
 def test_a_finished_run_of_other_code_is_not_skipped(quick_cli, plugin, arguments, tmp_path, anew):
     assert quick_cli("--multirun", *arguments, "seed=1")[0] == 0
     anew("toy_plugin")

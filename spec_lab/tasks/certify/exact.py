@@ -48,6 +48,7 @@ from spec_lab.tasks.certify.outputs import (
     Distribution,
     Output,
     StepOutputs,
+    WrongText,
     first_difference,
     total_variation,
 )
@@ -79,6 +80,7 @@ class Finding:
         drafted: number of nodes drafted in all of them.
         own_target_tv: total variation from the distribution against which a lossy verifier declares that it is exact
             (``aim``); None where it declares none, or where that distribution depends on more than the text.
+        after: of a step, the text after which the output is wrong; None where none is.
     """
 
     instance: str
@@ -90,6 +92,7 @@ class Finding:
     outcomes: int
     drafted: int = 0
     own_target_tv: float | None = None
+    after: WrongText | None = None
 
     @property
     def wrong(self) -> str | None:
@@ -237,9 +240,10 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
             if depth < len(targets):
                 targets[depth][number] = there
         own_target_tv = outputs.tv(targets)
-    failure = outputs.first_failure(p)
+    after = outputs.first_wrong(p)
+    failure = None if after is None else after.words
     return Finding(
-        instance.name, outputs.tv(p), outputs.mass, failure, accepted, expected, outcomes, drafted, own_target_tv
+        instance.name, outputs.tv(p), outputs.mass, failure, accepted, expected, outcomes, drafted, own_target_tv, after
     )
 
 

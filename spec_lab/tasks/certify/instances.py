@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from spec_lab.constrain import AppliedConstraint
+from spec_lab.constrain import AppliedConstraint, Constraint
 from spec_lab.constrain.applied import Placement
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.combined import Combined
@@ -130,11 +130,13 @@ def conditioned() -> tuple[Instance, ...]:
     return tuple(Instance(CONDITIONED, tree, tokens, END, applied=applied) for tree, tokens, applied in every)
 
 
-def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
+def under(applied: AppliedConstraint | None, toy_constraint: Constraint | None = None) -> tuple[Instance, ...]:
     """Return loops under a run's own constraint in every placement that it can have; none where it has no toy version
-    (``Constraint.toy``).
+    (``Constraint.toy``), and none is given.
     """
-    constraint = None if applied is None else applied.constraint.toy(Vocabulary.plain(PIECES, 4))
+    constraint = toy_constraint
+    if constraint is None and applied is not None:
+        constraint = applied.constraint.toy(Vocabulary.plain(PIECES, 4))
     if applied is None or constraint is None:
         return ()
     places = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,22 @@ def text_probabilities(p: Probabilities, length: int) -> np.ndarray:
 
 
 # One step ------------------------------------------------------------------------------------------------------------
+
+
+class WrongText(NamedTuple):
+    """A text after which a step emits another distribution than the target's.
+
+    Args:
+        words: a description.
+        text: the text.
+        emitted: ``[V]`` probabilities of the next token, given that the output goes on after the text.
+        p: ``[V]`` the target's.
+    """
+
+    words: str
+    text: tuple[int, ...]
+    emitted: np.ndarray
+    p: np.ndarray
 
 
 @dataclass(eq=False)
@@ -91,6 +108,11 @@ class StepOutputs:
         """Describe the shortest s with |A(s a) - (A(s) - D(s)) p(a | s)| > ``tolerance`` for some a; None if there is
         none: the step is lossless.
         """
+        wrong = self.first_wrong(p, tolerance)
+        return None if wrong is None else wrong.words
+
+    def first_wrong(self, p: Probabilities, tolerance: float = EXACT) -> WrongText | None:
+        """Return the text that ``first_failure`` describes, with what comes after it."""
         begins = self.begins()
         for k in range(self.longest):
             expected = (begins[k] - self.exactly[k])[:, None] * p[k]
@@ -98,10 +120,12 @@ class StepOutputs:
             error = np.abs(computed - expected)
             if not error.max() <= tolerance:
                 number, token = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
-                return (
-                    f"after {list(text_of(int(number), k, self.v))} token {token} has probability "
+                text, goes_on = text_of(int(number), k, self.v), (begins[k] - self.exactly[k])[number]
+                words = (
+                    f"after {list(text)} token {token} has probability "
                     f"{_unlike(computed[number, token], expected[number, token])}"
                 )
+                return WrongText(words, text, computed[number] / (goes_on or 1.0), p[k][number])
         return None
 
 

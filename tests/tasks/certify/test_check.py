@@ -1,0 +1,169 @@
+"""``spec-lab check`` and ``spec_lab.testing``: parts on a few toys, and what is said of wrong ones."""
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab import testing
+from spec_lab.constrain.protocol import Constraint, ConstraintState, full_mask, mask_of
+from spec_lab.core.draft import Draft
+from spec_lab.core.limit import Limit
+from spec_lab.core.shape import chain, forest
+from spec_lab.policy.policy import Policy
+from spec_lab.verify import Gumbel, Lenient, Token
+from tests.tasks.certify.parts import Claims, Misstates, Uniform, Verifies
+
+
+class Once(Constraint):
+    """No token comes twice in an output."""
+
+    name = "once"
+
+    def __init__(self, vocabulary):
+        self.vocabulary = vocabulary
+
+    def start(self, request):
+        return After((), self.vocabulary)
+
+
+class After(ConstraintState):
+    def __init__(self, tokens, size):
+        self.tokens, self.size = tokens, size
+
+    def fork(self):
+        return After(self.tokens, self.size)
+
+    def advance(self, token):
+        self.tokens = (*self.tokens, token)
+
+    def mask(self):
+        return full_mask(self.size) & ~mask_of(self.tokens, self.size)
+
+
+class Bound(Uniform):
+    """Is built for a target, whose vocabulary it keeps."""
+
+    def __init__(self, target):
+        self.vocabulary = target.vocabulary
+
+    def propose(self, batch):
+        assert self.vocabulary == batch.target.vocabulary
+        return super().propose(batch)
+
+
+class Silent(Uniform):
+    drawn = "deterministic"
+
+    def propose(self, batch):
+        return Draft(forest((chain(0),) * len(batch.sequences)), torch.empty(0, dtype=torch.long))
+
+
+class Fails(Uniform):
+    def propose(self, batch):
+        raise KeyError("lost")
+
+
+class One(Policy):
+    name = "one"
+
+    def decide(self, batch, states):
+        return [Limit(1) for _ in states]
+
+
+def text(results):
+    return "\n".join(line for result in results for line in result.lines())
+
+
+def test_a_correct_pair_is_lossless_with_its_policy_and_under_its_constraint():
+    testing.assert_lossless(Token(), Bound, One(), lambda vocabulary: Once(vocabulary.size))
+
+
+def test_a_verifier_alone_is_checked_with_each_way_of_drawing_that_it_accepts():
+    results = testing.check_parts(Verifies())
+    assert {result.drawn for result in results} == Token.accepts - {"gumbel"}
+    assert not any(result.failed for result in results)
+
+
+def test_a_wrong_verifier_is_refuted_by_the_smallest_counter_example_in_80_columns():
+    results = testing.check_parts(Claims())
+    assert all(result.failed for result in results)
+    said = text(results)
+    assert "NOT LOSSLESS, total variation 0." in said and "tree 1, one step" in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 80
+    result = next(result for result in results if result.drawn == "iid")
+    _, finding = result.smallest
+    assert np.allclose(finding.after.emitted.sum(), 1) and f"{finding.after.p[0]:.4f}" in said
+    assert "draft q" in said
+
+
+def test_a_proposer_that_misstates_its_q_is_refuted():
+    (result,) = testing.check_parts(proposer=Misstates())
+    assert (
+        result.failed and "misstates (iid) + token: NOT LOSSLESS" in text([result]) and "draft q" not in text([result])
+    )
+    with pytest.raises(AssertionError, match="Smallest counter-example"):
+        testing.assert_lossless(proposer=Misstates())
+
+
+def test_a_constraint_whose_forks_share_their_state_is_refuted(monkeypatch):
+    monkeypatch.setattr(After, "fork", lambda self: self)
+    results = testing.check_parts(proposer=Uniform(), constraint=lambda vocabulary: Once(vocabulary.size))
+    assert "NOT LOSSLESS" in text(results) and "once on both" in " ".join(text(results).split())
+
+
+def test_a_lossy_verifier_is_no_failure_and_its_distance_is_printed():
+    results = testing.check_parts(Lenient(0.9))
+    assert not any(result.failed for result in results)
+    assert "lossy, as declared: total variation up to 0." in " ".join(text(results).split())
+    with pytest.raises(AssertionError, match="lossy"):
+        testing.assert_lossless(Lenient(0.9))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "proposer", "why"),
+    [
+        (Token(), Silent(), "proposer 'uniform' drafted nothing on any toy"),
+        (Token(), Fails(), "KeyError: 'lost'"),
+        (Gumbel(), Uniform(), "verifier 'gumbel'"),
+        (Gumbel(), None, "Gumbel noise cannot be enumerated"),
+    ],
+)
+def test_what_cannot_be_checked_fails_with_the_reason(verifier, proposer, why):
+    (result,) = testing.check_parts(verifier, proposer)
+    assert result.failed and "NOT CHECKED" in text([result]) and why in " ".join(text([result]).split())
+
+
+def test_a_policy_without_a_proposer_is_refused():
+    with pytest.raises(ValueError, match="policy"):
+        testing.check_parts(policy=One())
+
+
+# The command
+
+
+@pytest.fixture
+def no_target(monkeypatch):
+    def load(**_):
+        raise AssertionError("a target is loaded")
+
+    monkeypatch.setattr("spec_lab.models.target.Target.load", load)
+
+
+@pytest.mark.parametrize("options", [["verifier=match"], ["proposer=ngram", "policy=fixed", "constraint=regex"]])
+def test_the_command_reads_no_target_and_writes_no_files(cli, tmp_path, no_target, options):
+    code, output, errors = cli("check", *options)
+    assert (code, errors) == (0, "") and "lossless, total variation" in output
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_command_ends_with_1_for_a_wrong_part(cli, no_target, tmp_path):
+    (tmp_path / "conf" / "verifier").mkdir(parents=True)
+    (tmp_path / "conf" / "verifier" / "wrong.yaml").write_text("_target_: tests.tasks.certify.parts.Claims\n")
+    code, output, _ = cli("check", "--config-dir", str(tmp_path / "conf"), "verifier=wrong")
+    assert code == 1 and "NOT LOSSLESS" in output and "Smallest counter-example" in output
+
+
+@pytest.mark.nightly
+def test_a_proposer_that_requires_its_target_is_checked_with_it(cli):
+    code, output, errors = cli("check", "proposer=draft_chain")
+    assert code == 0 and "draft_chain (iid) + token: lossless" in output and "Loading" in errors
