@@ -13,10 +13,10 @@ from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.policy import Policy
 from spec_lab.propose import Proposer
-from spec_lab.tasks.certify.check import Checked, check, toy_target, toy_vocabulary
+from spec_lab.tasks.certify.check import CheckedPair, check, toy_target, toy_vocabulary
 from spec_lab.verify import Token, Verifier
 
-__all__ = ["Checked", "assert_lossless", "check_parts", "toy_target", "toy_vocabulary"]
+__all__ = ["CheckedPair", "assert_lossless", "check_parts", "toy_target", "toy_vocabulary"]
 
 
 def check_parts(
@@ -24,7 +24,7 @@ def check_parts(
     proposer: Proposer | Callable[[Target], Proposer] | None = None,
     policy: Policy | None = None,
     constraint: Constraint | Callable[[Vocabulary], Constraint] | None = None,
-) -> list[Checked]:
+) -> list[CheckedPair]:
     """Enumerate every outcome of a few toys with these parts.
 
     Args:

@@ -93,10 +93,12 @@ def parts_check(arguments: Sequence[str]) -> list[str]:
     Raises:
         SystemExit: ``--help`` is printed.
     """
-    _, typed = parser()[1][PARTS].parse_known_args(arguments[1:])
-    named = any(re.match(r"proposer\b|\+?experiment=", text) for text in typed)
+    given, further = parser()[1][PARTS].parse_known_args(arguments[1:])
+    typed = [*further, *given.overrides]
     first = next((number for number, text in enumerate(typed) if re.match(r"[^-]+=|~", text)), len(typed))
-    return [*typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]  # flags stay in front
+    named = any(re.match(r"proposer\b|\+?experiment=", text) for text in typed)
+    folder = ["--config-dir", given.config_dir] if given.config_dir else []
+    return [*folder, *typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]
 
 
 def drafter_check(arguments: Sequence[str]) -> list[str]:
@@ -227,15 +229,17 @@ def _add_runs(which: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     train.add_argument("name", type=_training, metavar="NAME", help=f"one of {names}; NAME --help prints its options")
     more = "options, such as target.path=DIR output_dir=DIR"
     train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="OVERRIDE", help=more)
-    which.add_parser(
+    parts = which.add_parser(
         PARTS,
-        usage=f"spec-lab {PARTS} [OVERRIDE ...]",
+        usage=f"spec-lab {PARTS} [--config-dir DIR] [OVERRIDE ...]",
         description="Check parts of your own in seconds: every outcome on a few toys is enumerated, and no target is "
         "read. Prints whether the output has the target's distribution, the total variation and the smallest "
         "counter-example; the exit code is 0 or 1. Short for python -m spec_lab task=check OVERRIDE..., such as "
         "proposer=mine verifier=token policy=fixed constraint=regex --config-dir my_parts/conf. Without proposer= a "
         "draft model drafts, in each way of drawing that the verifier accepts.",
     )
+    parts.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="parts and their options")
+    parts.add_argument("--config-dir", metavar="DIR", help="folder with options of your own")
     check = which.add_parser(
         CHECK,
         usage=f"spec-lab {CHECK} [--expect TAU] [OVERRIDE ...]",

@@ -38,7 +38,7 @@ FILES = (
     "*.parquet", "forwards.csv", "learning.jsonl", "summary.json", "certificate.json", "progress.json", "report.html",
     "ended.json",
 )  # fmt: skip
-"""What a run writes into its directory besides its manifest."""
+"""Folders and files that a run writes into its directory, besides its manifest."""
 
 JOBS = ("ended.json", "queued.json")
 """Files of a run's directory that are not results: a sweep's records of its jobs."""

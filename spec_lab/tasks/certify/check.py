@@ -72,7 +72,7 @@ def toy_vocabulary() -> Vocabulary:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPair:
     """The result of a pair of proposer and verifier.
 
     Args:
@@ -163,7 +163,7 @@ def check(
     verifier: Verifier,
     proposer: Proposer | Callable[[Target], Proposer] | None = None,
     applied: AppliedConstraint | None = None,
-) -> list[Checked]:
+) -> list[CheckedPair]:
     """Enumerate what a verifier emits, with the proposer's drafts, on a few toys.
 
     Args:
@@ -182,7 +182,7 @@ def check(
         return [_checked("reference", way, verifier, way, toys) for way in drawn if way != "gumbel" or len(drawn) == 1]
     part = proposer if isinstance(proposer, Proposer) else Rebuilt(proposer)
     if why := misfit(part.name, part.draws, verifier, part.branches):
-        return [Checked(part.name, part.drawn, verifier, None, why)]
+        return [CheckedPair(part.name, part.drawn, verifier, None, why)]
     return [_checked(part.name, part.drawn, verifier, part, toys)]
 
 
@@ -207,15 +207,15 @@ def _size(toy: Instance) -> tuple[int, int]:
 
 def _checked(
     drafts: str, drawn: Drawn, verifier: Verifier, drafting: Proposer | Drawn, toys: Sequence[Instance]
-) -> Checked:
+) -> CheckedPair:
     """Return the result of a pair on toys."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a toy has a few numbers
     try:
         proof = prove(drafting, verifier, toys)
     except ValueError as error:
-        return Checked(drafts, drawn, verifier, None, str(error), toys)
+        return CheckedPair(drafts, drawn, verifier, None, str(error), toys)
     finally:
         torch.set_num_threads(threads)
     error = "" if proof.failure else "; ".join(proof.missing)
-    return Checked(drafts, drawn, verifier, proof, error, toys)
+    return CheckedPair(drafts, drawn, verifier, proof, error, toys)

@@ -29,8 +29,10 @@ def truth(instance: Instance, sampling: Sampling = PLAIN) -> Distribution:
     if applied is not None and applied.is_global:
         return _given_valid(instance, sampling, applied.constraint)
     tables = [logits(instance.toy.probabilities(length)[0]) for length in range(instance.tokens)]
-    decoding = _Autoregressive(instance.toy.v, request, tables)
-    start = applied.constraint.start(request) if applied is not None and applied.on_target else None
+    constraint = applied.constraint if applied is not None and applied.on_target else None
+    forked = constraint is None or constraint.has_actions
+    decoding = _Autoregressive(instance.toy.v, request, tables, None if forked else constraint)
+    start = None if constraint is None else constraint.start(request)
     distribution = Distribution()
     for probability, ended in decoding.outcomes(_Live((), start)):
         output: Output = tuple((text, finish) for _, text, finish in sorted(ended))
@@ -75,11 +77,20 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Autoregressive:
-    """Autoregressive decoding of one request, every outcome with its probability."""
+    """Autoregressive decoding of one request, every outcome with its probability.
+
+    Args:
+        v: V.
+        request: is decoded.
+        tables: the target's logits after every text of each length.
+        constraint: starts a new state for every text, so that the reference needs no ``fork``; None where states are
+            forked: those of a constraint with actions.
+    """
 
     v: int
     request: Request
     tables: Sequence[np.ndarray]
+    constraint: Constraint | None = None
 
     def outcomes(self, live: _Live) -> Iterator[tuple[float, list[Ended]]]:
         """Yield every way in which a sequence and its forks can end."""
@@ -99,7 +110,11 @@ class _Autoregressive:
                 if token in self.request.stop:
                     yield float(p[token]), [(live.lineage, text, "stop")]
                     continue
-                if state is not None:
+                if self.constraint is not None:
+                    state = self.constraint.start(self.request)
+                    for earlier in text:
+                        state.advance(earlier)
+                elif state is not None:
                     state = state.fork()
                     state.advance(token)
                 for probability, ended in self.outcomes(replace(live, text=text, state=state)):
