@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from spec_lab.cli.build import apply_constraint, build, under_policy
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.tasks.certify.check import COLUMNS, Rebuilt, check, toy_vocabulary
+from spec_lab.tasks.certify.exact import MIN_TOKENS
 
 NONE = "spec_lab.propose.Null.load"
 
@@ -34,12 +35,14 @@ def _proposer(config: DictConfig) -> Any:
     """Return the composed proposer under its policy: built for toys where it can be, else for the target; or None."""
     if config.proposer.get("_target_") == NONE:
         return None
+    if config.proposer.get("depth") == "auto":
+        config.proposer.depth = MIN_TOKENS  # a depth is chosen by timing, and no toy has deeper drafts
 
     def make(target: Any) -> Any:
         return under_policy(config, "policy", build(config, "proposer", target=target), target=target)
 
     try:
-        return Rebuilt(make)
+        return Rebuilt.of(make)
     except Refused as error:
         name = config.target.get("path") or config.target.get("_target_")
         why = reason(error).removeprefix("spec_lab: ")

@@ -147,8 +147,9 @@ def _prepare(
     given = None if overrides is None else run_names.identifying(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
     typed = overrides_of(HydraConfig.get()) if HydraConfig.initialized() else ()
-    identifying = {"overrides": given, "given": typed, "config_sha256": identity}
-    settings = Settings(output_dir=out, retried=retried, **identifying, **scalars)
+    settings = Settings(
+        output_dir=out, overrides=given, retried=retried, given=typed, config_sha256=identity, **scalars
+    )
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker, metrics = build(config, "prompts"), build(config, "tracker"), own_metrics(config)

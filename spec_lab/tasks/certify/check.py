@@ -40,17 +40,28 @@ SMALLEST = Instance(TOYS[0], "1")
 COLUMNS = 80
 
 
+@dataclass(frozen=True, eq=False)
 class Rebuilt(Proposer):
     """A proposer that is built anew for each toy target, as it is for a run's target.
 
     Args:
         make: builds it for a target.
+        name, drawn, nodes, draws, branches, shared_store: as it declares them.
     """
 
-    def __init__(self, make: Callable[[Target], Proposer]) -> None:
-        self.make, built = make, make(toy_target())
-        self.name, self.drawn, self.nodes = built.name, built.drawn, built.nodes
-        self.draws, self.branches, self.shared_store = built.draws, built.branches, built.shared_store
+    make: Callable[[Target], Proposer]
+    name: str
+    drawn: Drawn
+    nodes: int
+    draws: frozenset[Drawn]
+    branches: bool | None
+    shared_store: str
+
+    @staticmethod
+    def of(make: Callable[[Target], Proposer]) -> Rebuilt:
+        """Return what ``make`` builds, which it can for a toy target."""
+        made = make(toy_target())
+        return Rebuilt(make, made.name, made.drawn, made.nodes, made.draws, made.branches, made.shared_store)
 
     def propose(self, batch: Batch) -> Draft:
         """Not called: what ``toy`` returns drafts."""
@@ -180,7 +191,7 @@ def check(
     if proposer is None:
         drawn = [way for way in get_args(Drawn) if way in verifier.accepts]
         return [_checked("reference", way, verifier, way, toys) for way in drawn if way != "gumbel" or len(drawn) == 1]
-    part = proposer if isinstance(proposer, Proposer) else Rebuilt(proposer)
+    part = proposer if isinstance(proposer, Proposer) else Rebuilt.of(proposer)
     if why := misfit(part.name, part.draws, verifier, part.branches):
         return [CheckedPair(part.name, part.drawn, verifier, None, why)]
     return [_checked(part.name, part.drawn, verifier, part, toys)]
@@ -217,5 +228,5 @@ def _checked(
         return CheckedPair(drafts, drawn, verifier, None, str(error), toys)
     finally:
         torch.set_num_threads(threads)
-    error = "" if proof.failure else "; ".join(proof.missing)
-    return CheckedPair(drafts, drawn, verifier, proof, error, toys)
+    why = "" if proof.failure else "; ".join(proof.missing)
+    return CheckedPair(drafts, drawn, verifier, proof, why, toys)
