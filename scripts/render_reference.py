@@ -1,5 +1,5 @@
-"""Write docs/reference/configuration.md and commands.md, and the comments of conf/ that say what options mean, from the
-declarations of the options: python scripts/render_reference.py
+"""Write docs/reference/configuration.md and commands.md, the generated parts of extending.md and of the pages of api/,
+and the comments of conf/ that say what options mean: python scripts/render_reference.py
 """
 
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.commands import SHORT, parser
 from spec_lab.cli.declarations import package_sources
-from spec_lab.cli.explain import markdown, terminal
+from spec_lab.cli.explain import api_page, contracts, markdown, terminal
 from spec_lab.cli.explain.reference import commented
 from spec_lab.cli.subcommands import COMMANDS
 
@@ -16,11 +16,18 @@ PAGES = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 def pages() -> dict[Path, str]:
     """The text of each page and of each config file."""
-    parsers = parser()[1]
-    return commented(Path(conf()), package_sources()) | {
-        PAGES / "configuration.md": markdown.configuration(terminal.reference()),
-        PAGES / "commands.md": markdown.commands({name: parsers[name] for name in (*COMMANDS, *SHORT)}),
-    }
+    parsers, sources = parser()[1], package_sources()
+    api = {file: api_page.page(file.read_text("utf-8"), sources) for file in sorted((PAGES / "api").glob("*.md"))}
+    extending = PAGES / "extending.md"
+    return (
+        commented(Path(conf()), sources)
+        | api
+        | {
+            extending: contracts.with_table(extending.read_text("utf-8")),
+            PAGES / "configuration.md": markdown.configuration(terminal.reference()),
+            PAGES / "commands.md": markdown.commands({name: parsers[name] for name in (*COMMANDS, *SHORT)}),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
+from tests import checkpoints
 
 PAGES = Path(__file__).parents[1] / "docs" / "tutorials"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -23,8 +24,11 @@ ON_PAGES = {
     "write_a_verifier": [0, 1, 0, 0, 1],
     "write_a_constraint": [0, 0, 0],
     "write_a_metric": [0, 0],
+    "write_a_policy": [0, 0],
 }
 """The exit codes of each page's commands, in order."""
+TRAINED = "write_a_hidden_state_drafter"
+"""The page whose later commands require what the first one has trained."""
 
 
 def files(page: str) -> dict[str, str]:
@@ -45,7 +49,11 @@ def commands(page: str) -> list[list[str]]:
 
 def shortened(arguments: list[str]) -> list[str]:
     """The same command on two prompts and eight tokens."""
-    changes = SHORT + (CERTIFY if "+experiment=certify" in arguments else ["baseline=false"])
+    return changed(arguments, SHORT + (CERTIFY if "+experiment=certify" in arguments else ["baseline=false"]))
+
+
+def changed(arguments: list[str], changes: list[str]) -> list[str]:
+    """The same command with other values of some options."""
     replaced = {change.partition("=")[0] for change in changes}
     return [argument for argument in arguments if argument.partition("=")[0] not in replaced] + changes
 
@@ -121,6 +129,29 @@ def test_the_metric_and_the_tracker_of_their_page_have_the_values_of_the_run(qui
     assert means.keys() == {"words", "slow_start"} and all(mean > 0 for mean in means.values())
     (line,) = (tmp_path / "here" / "tracked.jsonl").read_text().splitlines()
     assert json.loads(line) == {"arm": "speculative", **means}
+
+
+def test_a_drafter_of_hidden_states_is_trained_certified_and_measured(quick_cli, tmp_path, monkeypatch, package):
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
+    package(TRAINED)
+    checkpoints.checkpoint(tmp_path / "target")
+    texts = checkpoints.prompts(tmp_path / "prompts.jsonl", [f"{letter}bcab" for letter in "abcdefgh"])
+    tiny = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={texts}"]
+    training, certifying, measuring = commands(TRAINED)
+    code, _, errors = quick_cli(
+        *changed(training, [*tiny, "prompts.limit=null", "max_new_tokens=12", "task.rows=2", "task.held_out=0.25"])
+    )
+    assert code == 0, errors
+    trained = json.loads((tmp_path / "runs" / "recurrent" / "summary.json").read_text())
+    assert trained["drafter"] == "recurrent" and trained["steps"] == 3 and len(trained["accepted"]) == 4
+    code, _, errors = quick_cli(*changed(shortened(certifying), tiny))
+    assert code == 0, errors
+    (pair,) = json.loads((tmp_path / "here" / "certificate.json").read_text())["pairs"]
+    assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 100
+    code, _, errors = quick_cli(*changed(shortened(measuring), [*tiny, "output_dir=measured"]))
+    assert code == 0, errors
+    summary = json.loads((tmp_path / "measured" / "summary.json").read_text())
+    assert summary["proposer"] == "recurrent" and summary["nodes_per_step"] > 0 and summary["errors"] == []
 
 
 @pytest.mark.nightly

@@ -1,5 +1,5 @@
 """Commands: ``spec-lab state``, ``collect``, ``compare``, ``report``, ``replay``, ``bounds``, ``project``, ``samples``,
-``track`` read runs; ``convert`` weights; ``index`` text; ``explain`` explains options.
+``track`` read runs; ``convert`` weights; ``index`` text; ``explain`` explains options; ``new`` begins a part.
 
 ``spec-lab train NAME``, ``check``, ``check-drafter`` and ``recommend`` are short for runs (``SHORT``).
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spec_lab.cli.bundled import conf
+from spec_lab.cli import new_part
+from spec_lab.cli.bundled import choices
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.subcommands import COMMANDS, refuse
 from spec_lab.results import run_state
@@ -58,6 +59,8 @@ def complete(line: str) -> tuple[list[str], bool]:
     if others[-1].startswith("-"):
         known = re.findall(r"--[\w-]+", parser()[1][first].format_usage())
         return [name for name in known if name.startswith(others[-1])], False
+    if first == "new":
+        return [kind for kind in new_part.KINDS if kind.startswith(others[-1])], False
     if first == "explain":
         return explain.complete(others[-1]), False
     folder, _, begins = others[-1].rpartition("/")
@@ -74,7 +77,7 @@ OF_TASK = ("minutes", "drafters", "hardware", "model", "batches")
 
 def trainings() -> list[str]:
     """Return the names of the experiments that train a drafter, without ``PREFIX``."""
-    return sorted(file.stem.removeprefix(PREFIX) for file in Path(conf(), "experiment").glob(f"{PREFIX}*.yaml"))
+    return [name.removeprefix(PREFIX) for name in choices("experiment") if name.startswith(PREFIX)]
 
 
 def experiment(arguments: Sequence[str]) -> list[str]:
@@ -214,6 +217,7 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     index.add_argument("out", type=Path, metavar="OUT", help="the folder of the store, for proposer.store=OUT")
     index.add_argument("--tokenizer", required=True, metavar="TARGET", help="the target's folder or hub name")
     explain.add_arguments(add("explain"))
+    new_part.add_arguments(add("new"))
     _add_runs(which)
     return top, which.choices
 

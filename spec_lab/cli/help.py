@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from spec_lab.cli.bundled import conf
+from spec_lab.cli.bundled import conf, installed
 from spec_lab.cli.commands import CHECK, PARTS, RECOMMEND, TRAIN, parser
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.subcommands import COMMANDS, refuse
@@ -49,7 +49,7 @@ def show(overrides: Sequence[str], console: Console) -> int:
             console.print(line, soft_wrap=True, highlight=False)
         return 0
     try:
-        known = explain.reference()
+        known = explain.reference([*map(str, installed())])
         for number, override in enumerate(overrides):
             console.print("\n" * bool(number), end="")
             explain.answer(known, override, console)

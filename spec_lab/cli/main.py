@@ -30,7 +30,7 @@ from omegaconf.errors import InterpolationResolutionError
 import spec_lab
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import apply_constraint, build, option_names
-from spec_lab.cli.bundled import PACKAGE, conf, zoo
+from spec_lab.cli.bundled import PACKAGE, check_installed, choices, conf, zoo
 from spec_lab.cli.config_checks import groups, renamed, top_level_options
 from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
@@ -130,8 +130,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
-                if isinstance(name, str) and bundled and name not in _choices(group):
-                    raise ValueError(of_choice(group, name, _choices(group)))
+                if isinstance(name, str) and bundled and name not in choices(group):
+                    raise ValueError(of_choice(group, name, choices(group)))
                 for folder in folders if isinstance(name, str) else ():
                     quoted = QuotedString(name, Quote.single).with_quotes()
                     _check_own(Path(folder, group, f"{name}.yaml"), folder, f"{option}={quoted}")
@@ -230,20 +230,16 @@ def checked_line(arguments: Sequence[str]) -> list[str]:
         sys.path.append(plugins)
     line = moved(replace_flags(arguments))
     check_config_files()
+    check_installed()
     check_overrides(line)
     check_composition(line)
     return line
 
 
-def _choices(group: str) -> list[str]:
-    """The names of the bundled options of a config group."""
-    return sorted(file.stem for file in Path(conf(), group).glob("*.yaml"))
-
-
 def _not_an_option(option: str, group: str, value: object) -> str:
     """Return the message for a value of a config group that is not the name of an option."""
     shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
-    names = ", ".join(_choices(group))
+    names = ", ".join(choices(group))
     number = isinstance(value, int | float)
     quotes = f"; if a config file of yours has this name, quote it: \"{option}='{shown}'\"" if number else ""
     return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"

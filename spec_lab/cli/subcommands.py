@@ -16,6 +16,7 @@ import pandas as pd
 from rich.console import Console
 
 from spec_lab.analysis import console as terminal
+from spec_lab.cli import new_part
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.core.files import replacing, write_text
@@ -357,4 +358,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "convert": _convert,
     "index": _index,
     "explain": explain.run,
+    "new": new_part.run,
 }

@@ -80,6 +80,11 @@ class AppliedConstraint:
                 f"placement={self.placement} does not constrain the output, but fast_forward forces tokens: "
                 "set placement to target or both, or fast_forward=false"
             )
+        if self.async_masks and self.constraint.has_actions:
+            raise WrongOption(
+                f"async_masks=true is not possible: '{self.constraint.name}' backtracks, forks or ends the output, and "
+                "its masks are computed before the forward: set async_masks=false"
+            )
         if self.is_global:
             if not self.on_target:
                 why = f"constraint.placement={self.placement} does not constrain the output: set it to target or both"
@@ -298,7 +303,7 @@ class StepConstraint:
         if prunes and draft_masks is not None and self.applied.draft_budget is not None:
             draft, rows = draft.keep(_within_budget(draft.shape, token, draft_masks))
             token, prunes = token[rows[draft.shape.roots :] - draft.shape.roots], False
-        if self.applied.async_masks and not prunes and not self.constraint.has_actions:
+        if self.applied.async_masks and not prunes:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
             return draft, self._thread.submit(self._masks, states, draft.shape, token)

@@ -106,7 +106,7 @@ class FirstLayers(TreeProposer):
         early = self.target_lm.draft_pass(Route(0, self.layers), logits=self.own_logits)
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
-            part = early.extend(kvs, shape, rows, token[rows - shape.roots], timed)
+            part = early.extend(kvs, shape, rows, token, timed)
             return self.node_logits(active, shape, rows, part, timed)
 
         drafting = [sequence for sequence in active if sequence is not None]

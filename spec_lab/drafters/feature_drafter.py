@@ -103,9 +103,8 @@ class FeatureDrafter(ShiftedDrafter):
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             nonlocal feature
-            nodes = rows - shape.roots
-            above = np.array([number[row] for row in shape.parent[nodes].tolist()])
-            drawn, above_rows = upload(device, token[nodes], above)
+            above = np.array([number[row] for row in shape.parent[rows - shape.roots].tolist()])
+            drawn, above_rows = upload(device, token, above)
             x = self.network.inputs(drawn, feature.index_select(0, above_rows))
             features, logits = self.network.outputs(self.lm.extend(kvs, shape, rows, x, timed))
             number.update(zip(rows.tolist(), range(len(feature), len(feature) + len(rows)), strict=True))

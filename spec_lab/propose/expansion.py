@@ -40,8 +40,8 @@ class RowLogits(NamedTuple):
 
 
 Expand = Callable[[Shape, np.ndarray, np.ndarray], Computed]
-"""Computes ``rows`` ``[n]`` of a forest (a Shape) whose nodes hold ``token`` ``[M]``.
+"""Computes ``rows`` ``[n]`` of a forest (a Shape), nodes whose tokens are ``token`` ``[n]``: logits ``[n, V]`` below.
 
-The rows are nodes whose ancestors are computed. The forest may have grown since the last call, and may hold nodes that
-are never computed.
+Their ancestors are computed: the parents are rows ``shape.parent[rows - shape.roots]``. The forest may have grown since
+the last call, and may hold nodes that are never computed.
 """

@@ -124,7 +124,7 @@ class Grower(ABC):
 
     def compute(self, rows: np.ndarray, expand: Expand) -> Computed:
         """Compute nodes ``rows``."""
-        return expand(self.shape, rows, self.token)
+        return expand(self.shape, rows, self.token[rows - self.shape.roots])
 
     def allowed(self, rows: np.ndarray) -> np.ndarray | None:
         """Return what a constraint allows below ``rows``, ``[n, V]`` bool; None for everything."""

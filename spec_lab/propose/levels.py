@@ -114,7 +114,8 @@ class ForcedChains(Grower):
         new = self.size[self.growing] - self.computed[self.growing]
         self.computed[self.growing] += new
         fresh = [np.arange(row - count, row) + 1 for row, count in zip(rows.tolist(), new.tolist(), strict=True)]
-        logits = expand(self.shape, np.concatenate(fresh), self.token).logits
+        nodes = np.concatenate(fresh)
+        logits = expand(self.shape, nodes, self.token[nodes - self.shape.roots]).logits
         return RowLogits.of(logits[upload(logits.device, new.cumsum() - 1)[0]])
 
     def add(self, rows: np.ndarray, children: Children) -> None:

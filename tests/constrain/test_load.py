@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from spec_lab.constrain import ConstraintError, load
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
+from spec_lab.core.options import WrongOption
 from spec_lab.core.request import Request
 from tests.constrain.parts import A, B, bundled, toy
 
@@ -128,3 +130,8 @@ def test_a_function_of_the_user_s_that_makes_no_constraint_is_refused_with_the_l
     monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
     with pytest.raises(ValueError, match=f"^make=of_a_user.make {said}"):
         load.controller(toy(), "of_a_user.make")
+
+
+def test_a_constraint_that_acts_on_the_output_has_no_masks_in_a_thread():
+    with pytest.raises(WrongOption, match="async_masks=true is not possible: .* set async_masks=false"):
+        AppliedConstraint(SimpleNamespace(name="acts", has_actions=True), async_masks=True)

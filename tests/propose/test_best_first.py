@@ -145,9 +145,12 @@ class Table:
         numbers = range(len(depths)) if numbers is None else numbers
         keys = [(number, 0, 3) for number in numbers]
 
+        drawn_at = {}
+
         def expand(shape, rows, token):
             self.forwards.append(len(rows))
-            paths = [[int(token[node - shape.roots]) for node in shape.path(row)] for row in rows.tolist()]
+            drawn_at.update(zip(rows.tolist(), token.tolist(), strict=True))
+            paths = [[drawn_at[node] for node in shape.path(row)] for row in rows.tolist()]
             trees = shape.root[rows].tolist()
             logits = [self.logits(numbers[tree], path) for tree, path in zip(trees, paths, strict=True)]
             return RowLogits(torch.from_numpy(np.array(logits)))

@@ -35,6 +35,7 @@ class Table:
         self.computed = []
 
     def expand(self, shape, rows, token):
+        assert token.shape == rows.shape
         self.computed += rows.tolist()
         return RowLogits(self.logits[torch.from_numpy(rows)])
 

@@ -57,6 +57,7 @@ class ConfigFile(NamedTuple):
         defaults: its defaults list, without _self_.
         settings: its keys; of a mapping in block style the keys within.
         target: what ``_target_`` names; empty without.
+        package: where its keys stand, by ``# @package``; empty without.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class ConfigFile(NamedTuple):
     defaults: tuple[Chosen, ...]
     settings: tuple[Setting, ...]
     target: str
+    package: str
 
 
 PRIVATE = ("_target_", "_convert_", "_recursive_")
@@ -95,6 +97,7 @@ def read(path: Path, flat: bool = False) -> ConfigFile:
             if setting.name.rpartition(".")[2] not in PRIVATE or (flat and "." in setting.name)
         ),
         next((setting.value for setting in settings if setting.name == "_target_"), ""),
+        "".join(re.findall(r"^# @package (\S+)", text)),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from spec_lab.cli.declarations import SETTINGS, declared
+from spec_lab.cli.declarations import APPLIED, SETTINGS, declared
 from spec_lab.cli.explain import comments
 from spec_lab.cli.explain.comments import ConfigFile
 from spec_lab.cli.explain.sources import Argument, Sources, plain
@@ -158,8 +158,9 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
     """
     main = comments.read(folders[0] / "config.yaml")
     files: dict[str, dict[str, ConfigFile]] = {
-        chosen.option: {} for chosen in main.defaults if " " not in chosen.option
+        chosen.option: {} for chosen in main.defaults if chosen.option and " " not in chosen.option
     }
+    shared = {file.package: file for file in _shared(main)}
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder of configs")
@@ -173,7 +174,7 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
     groups = []
     for group, named in files.items():
         if named and group != EXPERIMENT and not group.startswith("hydra/job"):
-            options = tuple(_option(group, name, named, sources) for name in sorted(named))
+            options = tuple(_option(group, name, named, sources, shared.get(group)) for name in sorted(named))
             groups.append(ConfigGroup(group, *chosen.get(group, ("", "")), options))
     reference = Reference(top, tuple(groups))
     given = files.get(EXPERIMENT, {})
@@ -181,6 +182,11 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
     index = len([group for group in groups if not group.name.startswith("hydra/")])
     groups.insert(index, ConfigGroup(EXPERIMENT, *HYDRA_GROUPS[EXPERIMENT], made))
     return Reference(top, tuple(groups))
+
+
+def _shared(main: ConfigFile) -> list[ConfigFile]:
+    """Return the files beside config.yaml that hold options of every part of a group, which ``@package`` names."""
+    return [comments.read(main.path.with_stem(chosen.value)) for chosen in main.defaults if not chosen.option]
 
 
 def _shown(path: Path, parts: int) -> str:
@@ -219,8 +225,10 @@ def target_of(name: str, files: Mapping[str, ConfigFile]) -> str:
     return file.target or next((target_of(base, files) for base in based), "")
 
 
-def _option(group: str, name: str, files: Mapping[str, ConfigFile], sources: Sources) -> ConfigOption:
-    """Return an option with the keys that it has from the files that it is based on."""
+def _option(
+    group: str, name: str, files: Mapping[str, ConfigFile], sources: Sources, shared: ConfigFile | None = None
+) -> ConfigOption:
+    """Return an option with the keys that it has from the files that it is based on, and those of ``shared``."""
     file, target = files[name], target_of(name, files)
     keys: dict[str, ConfigKey] = {}
     for chosen in file.defaults:
@@ -229,6 +237,8 @@ def _option(group: str, name: str, files: Mapping[str, ConfigFile], sources: Sou
     for key in _keys(file, declared(sources, group, target)[0] if target else {}):
         before = keys.get(key.name)
         keys[key.name] = replace(key, meaning=key.meaning or (before.meaning if before else ""))
+    for key in _keys(shared, declared(sources, group, target)[0]) if shared else ():
+        keys.setdefault(key.name, key)
     described = None if file.head or not target else sources.describe(target)
     summary = file.head or (plain(described.summary) if described else "")
     shown = _shown(file.path, 2 + len(group.split("/")))
@@ -244,6 +254,8 @@ def commented(folder: Path, sources: Sources) -> dict[Path, str]:
     """
     main = folder / "config.yaml"
     texts = {main: comments.write(main, declared(sources, "", SETTINGS)[0])}
+    for file in _shared(comments.read(main)):
+        texts[file.path] = comments.write(file.path, declared(sources, file.package, APPLIED)[0])
     for group in sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in (EXPERIMENT, "hydra")):
         files = {path.stem: comments.read(path) for path in sorted(group.glob("*.yaml"))}
         for name, file in files.items():

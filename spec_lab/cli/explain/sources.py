@@ -110,7 +110,7 @@ class Sources:
 
     def describe(self, path: str) -> Description | None:
         """Describe the function or class with a dotted path; None if its source is not found."""
-        definition = self._find(path.split("."))
+        definition = self.definition(path)
         if definition is None or not isinstance(definition.node, FUNCTIONS | ast.ClassDef):
             return None
         named = definition.owner if definition.owner and path.endswith(".load") else definition.node
@@ -128,7 +128,12 @@ class Sources:
             raise FileNotFoundError(f"there is no package {name}")
         return Path(folders[0])
 
-    def _module(self, name: str) -> ast.Module | None:
+    def definition(self, path: str) -> Definition | None:
+        """Return where a dotted path is defined; None if its source is not found."""
+        return self._find(path.split("."))
+
+    def module(self, name: str) -> ast.Module | None:
+        """Return the parsed source of a module; None without a readable one."""
         if name not in self.parsed:
             self.parsed[name] = None
             if file := self._file(name):
@@ -152,7 +157,7 @@ class Sources:
     def _find(self, names: Sequence[str]) -> Definition | None:
         for length in range(len(names) - 1, 0, -1):
             module = ".".join(names[:length])
-            if (tree := self._module(module)) is not None:
+            if (tree := self.module(module)) is not None:
                 return self._inside(module, tree.body, names[length:])
         return None
 

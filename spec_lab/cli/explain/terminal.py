@@ -11,8 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from spec_lab.cli.bundled import conf
+from spec_lab.cli.bundled import conf, installed
 from spec_lab.cli.declarations import package_sources
+from spec_lab.cli.explain import contracts
+from spec_lab.cli.explain.api import Documented, describe, sections
 from spec_lab.cli.explain.query import KeyMatch, find, names
 from spec_lab.cli.explain.reference import EXPERIMENT, ConfigGroup, ConfigKey, ConfigOption, Reference, read
 from spec_lab.core.terminal import visible
@@ -40,15 +42,21 @@ def reference(further: Sequence[str] = ()) -> Reference:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    what = "such as proposer.depth, proposer, proposer=medusa, +experiment=certify; without a name, all"
+    what = "such as proposer.depth, proposer, proposer=medusa, +experiment=certify; contract PART: what a proposer, "
+    what += "verifier, ... of your own must have; without a name, all"
     parser.add_argument("names", nargs="*", metavar="NAME", help=what)
     more = "also options of your own: a folder of configs, or pkg://PACKAGE"
     parser.add_argument("--config-dir", action="append", default=[], metavar="DIR", help=more)
 
 
 def run(given: argparse.Namespace, console: Console) -> int:
-    """Print what options mean: their type, default, meaning and file."""
-    known = reference(given.config_dir)
+    """Print what options mean, their type, default and file; or the contract of a part."""
+    if given.names[:1] == ["contract"]:
+        for number, name in enumerate(given.names[1:] or [""]):
+            console.print("\n" * bool(number), end="")
+            show_contract(name, console)
+        return 0
+    known = reference([*map(str, installed()), *given.config_dir])
     for number, name in enumerate(given.names or [""]):
         console.print("\n" * bool(number), end="")
         answer(known, name, console)
@@ -73,7 +81,11 @@ def answer(known: Reference, name: str, console: Console) -> None:
 def complete(begins: str) -> list[str]:
     """Return what can be asked for that begins with a text."""
     sign = "+" if begins.startswith("+") else ""
-    return [f"{sign}{name}" for name in names(reference()) if name.startswith(begins.removeprefix("+"))]
+    return [
+        f"{sign}{name}"
+        for name in names(reference([*map(str, installed())]))
+        if name.startswith(begins.removeprefix("+"))
+    ]
 
 
 def show(answer: Reference | ConfigGroup | ConfigOption, console: Console) -> None:
@@ -122,6 +134,54 @@ def show_key(matches: Sequence[KeyMatch], console: Console) -> None:
     for match in matches:
         names = ", ".join(option.name for option in match.options)
         _entry(console, f"{plus}{group}={names}", match.key.meaning, width, _facts(match.key))
+
+
+def show_contract(name: str, console: Console) -> None:
+    """Print the members that a part must have and those that it may have, with defaults and shapes.
+
+    Args:
+        name: of ``contracts.CONTRACTS``, or a dotted path; empty: list them.
+        console: to print on.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    width, part = min(console.width, WIDEST), contracts.find(name)
+    if part is None and "." not in name:
+        names = ", ".join(contract.name for contract in contracts.CONTRACTS)
+        if name:
+            raise ValueError(f"there is no contract {name}: the parts are {names}")
+        return _line(console, "spec-lab explain contract PART", f"prints the contract of a part: {names}", width)
+    if part is not None:
+        given = f"; given {part.given}" if part.given else ""
+        _line(console, part.name, f"config group {part.group}{given}; a small example: {part.example}", width)
+    path = part.kind if part else name
+    entry = (
+        describe(package_sources(), path, inherited=True) if path else Documented("", "", "values for other options")
+    )
+    if path:
+        _line(console, path, "", width)
+    _documentation(console, entry.docstring, width, 4)
+    for title, required in (("Without a default", True), ("With a default", False)):
+        members = [member for member in entry.members if member.required == required]
+        if members:
+            console.print()
+            _line(console, title, "", width)
+        for member in members:
+            _line(console, f"  {member.signature}", "", width)
+            _documentation(console, member.docstring, width, 6)
+    if part is not None and part.further:
+        console.print()
+        _line(console, "", f"spec-lab explain contract PATH prints these too: {', '.join(part.further)}", width)
+
+
+def _documentation(console: Console, docstring: str, width: int, columns: int) -> None:
+    """Print a docstring, the entries of its sections further to the right."""
+    for head, items in sections(docstring):
+        if head:
+            _indented(console, f"{head}:", width, columns)
+        for item in items:
+            _indented(console, item.replace("``", ""), width, columns + 4 * bool(head))
 
 
 def _facts(key: ConfigKey) -> str:

@@ -131,7 +131,7 @@ class BlockDrafter(TapDrafter):
             nodes, level = rows - shape.roots, shape.depth[rows]
             parents = np.array([known[row] for row in shape.parent[nodes].tolist()] if carries else [], dtype=np.int64)
             block_row, above, depth, parent = upload(
-                device, number[shape.root[rows]] * levels + level, token[nodes], level, parents
+                device, number[shape.root[rows]] * levels + level, token, level, parents
             )
             state = states.index_select(0, parent) if carries else states
             row_logits, below = network.drafted(block, block_row, above, depth, state)

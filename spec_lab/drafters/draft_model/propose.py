@@ -159,7 +159,7 @@ class DraftModel(CachedDrafter):
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             computed.append(rows)
-            return between.logits(self.lm.extend(kvs, shape, rows, between.nodes(token[rows - shape.roots]), timed))
+            return between.logits(self.lm.extend(kvs, shape, rows, between.nodes(token), timed))
 
         def finish(grown: Grown) -> None:
             done = np.zeros(grown.shape.rows, dtype=bool)

@@ -212,9 +212,11 @@ class HeadRows:
 
     def expand(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
         """Compute nodes. See ``expansion.Expand``."""
-        for row in rows.tolist():
-            above = self.read[int(shape.parent[row - shape.roots])]
-            self.read[row] = HeadInput(above.state, [*above.tokens, int(token[row - shape.roots])])
+        for row, parent, drawn in zip(
+            rows.tolist(), shape.parent[rows - shape.roots].tolist(), token.tolist(), strict=True
+        ):
+            above = self.read[parent]
+            self.read[row] = HeadInput(above.state, [*above.tokens, drawn])
         return self.compute(rows.tolist())
 
     def compute(self, rows: Sequence[int]) -> RowLogits:

@@ -205,8 +205,7 @@ class Skip(TreeProposer):
                 computed = np.flatnonzero(np.isin(shape.root[rows], trees))
                 if len(computed):
                     kvs = [batch.sequences[tree].kv if tree in trees else None for tree in range(len(depths))]
-                    given = token[rows[computed] - shape.roots]
-                    parts.append(passes[skipped].extend(kvs, shape, rows[computed], given, timed).logits)
+                    parts.append(passes[skipped].extend(kvs, shape, rows[computed], token[computed], timed).logits)
                     order.append(computed)
             return _ordered(parts, order)
 

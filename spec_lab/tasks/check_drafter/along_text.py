@@ -118,7 +118,8 @@ class ChainOfText(TreePlan):
         computed, level = roots, 0
         while computed is not None and expand is not None and len(trees := np.flatnonzero(lengths > level)):
             if level:
-                computed = expand(shape, first[trees] + level - 1, token)
+                rows = first[trees] + level - 1
+                computed = expand(shape, rows, token[rows - shape.roots])
             self.levels.append((trees, computed.logits))
             level += 1
         return Grown(Draft(shape, torch.from_numpy(token).to(batch.device)), shape, token, token)
