@@ -93,11 +93,11 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
     signature.bind(**config, **dict.fromkeys(live))
 
 
-def test_every_constraint_declares_how_it_is_applied():
+def test_how_a_constraint_applies_has_its_defaults_in_one_file():
+    shared = {*option_names(AppliedConstraint)}
+    assert {*OmegaConf.load(Path(conf(), "applied_constraint.yaml"))} == shared
     for file in (file for file in options() if file.parent.name == "constraint"):
-        named = set(OmegaConf.load(file).keys())
-        acts = file.stem.startswith("controller_")  # a constraint that acts computes its masks serially
-        assert set(option_names(AppliedConstraint)) - ({"async_masks"} if acts else set()) <= named, file
+        assert shared.isdisjoint(OmegaConf.load(file)), file
 
 
 GIVEN_BY_USERS = {

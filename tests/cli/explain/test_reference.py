@@ -47,7 +47,13 @@ def test_the_keys_are_those_of_the_files(known):
 
 def test_every_file_is_an_option(known):
     files = {path.relative_to(Path(conf()).parent).as_posix() for path in Path(conf()).rglob("*.yaml")}
-    assert {option.file for option in options(known)} == files
+    assert {option.file for option in options(known)} == files - {"conf/applied_constraint.yaml"}
+
+
+def test_every_constraint_has_the_options_of_how_it_applies(known):
+    for option in known.group("constraint").options:
+        keys = {key.name: (key.default, bool(key.meaning)) for key in option.keys}
+        assert (keys["placement"], keys["fast_forward"]) == (("both", True), ("null", True)), option.file
 
 
 def test_an_option_that_is_based_on_another_has_its_keys_and_meanings(known):
