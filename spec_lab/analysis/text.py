@@ -142,7 +142,8 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     if not lossless:
         tv, size = certificate.get("worst_tv"), certificate.get("instances")
-        far = "" if tv is None else f": total variation up to {tv:.2g} on {size} toys ({certificate['worst_instance']})"
+        worst = f"{size} toy models ({certificate.get('worst_instance')})"
+        far = "" if tv is None else f": total variation up to {tv:.2g} on {worst}"
         return "lossy", f"verifier '{arm.get('verifier')}' does not preserve the target distribution{far}"
     if certificate.get("failure"):
         return "NOT lossless", f"verifier '{arm.get('verifier')}' is declared lossless, but: {certificate['failure']}"

@@ -35,8 +35,7 @@ def _proposer(config: DictConfig) -> Any:
     """Return the composed proposer under its policy: built for toys where it can be, else for the target; or None."""
     if config.proposer.get("_target_") == NONE:
         return None
-    if config.proposer.get("depth") == "auto":
-        config.proposer.depth = MIN_TOKENS  # a depth is chosen by timing, and no toy has deeper drafts
+    set_auto_depths(config.proposer)
 
     def make(target: Any) -> Any:
         return under_policy(config, "policy", build(config, "proposer", target=target), target=target)
@@ -48,3 +47,12 @@ def _proposer(config: DictConfig) -> Any:
         why = reason(error).removeprefix("spec_lab: ")
         print(f"Loading {name}, since the proposer cannot be built for a toy target ({why})", file=sys.stderr)
     return make(build(config, "target"))
+
+
+def set_auto_depths(proposer: DictConfig) -> None:
+    """Set depths that timing would choose, those of parts too, to the length of a toy model's drafts."""
+    if proposer.get("depth") == "auto":
+        proposer.depth = MIN_TOKENS
+    for part in (*(proposer.get("parts") or {}).values(), proposer.get("inner")):
+        if isinstance(part, DictConfig):
+            set_auto_depths(part)

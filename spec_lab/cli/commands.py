@@ -236,8 +236,8 @@ def _add_runs(which: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parts = which.add_parser(
         PARTS,
         usage=f"spec-lab {PARTS} [--config-dir DIR] [OVERRIDE ...]",
-        description="Check parts of your own in seconds: every outcome on a few toys is enumerated, and no target is "
-        "read. Prints whether the output has the target's distribution, the total variation and the smallest "
+        description="Check parts of your own in seconds: every outcome on a few toy models is enumerated, and no "
+        "target is read. Prints whether the output has the target's distribution, the total variation and the smallest "
         "counter-example; the exit code is 0 or 1. Short for python -m spec_lab task=check OVERRIDE..., such as "
         "proposer=mine verifier=token policy=fixed constraint=regex --config-dir my_parts/conf. Without proposer= a "
         "draft model drafts, in each way of drawing that the verifier accepts.",

@@ -26,7 +26,7 @@ EXAMPLES = (
 
 RUNS = {
     TRAIN: "Train a drafter for a target: train NAME OVERRIDE...",
-    PARTS: "Check parts of your own on toys, in seconds: check verifier=mine.",
+    PARTS: "Check parts of your own on toy models, in seconds: check verifier=mine.",
     CHECK: "Measure a drafter under every reading of its files.",
     RECOMMEND: "Say which speculative mode is fastest, or none.",
 }

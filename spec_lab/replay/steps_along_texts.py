@@ -376,7 +376,9 @@ class _Accept:
             chosen = np.take_along_axis(q, order, 1) > 0
             return ((order == self.y[:, None]) & chosen).astype(float)
         if drawn != "iid":
-            raise NeedsModel(f"siblings drawn '{drawn}' have no closed form given the text; drawn=iid and point have")
+            raise NeedsModel(
+                f"siblings drawn '{drawn}' have no closed form given the text; drawn=iid and drawn=deterministic have"
+            )
         if isinstance(self.verifier, Match):
             chance = [q_y * (1 - q_y) ** rank for rank in range(k)]
         elif isinstance(self.verifier, KSeq) and k > 1:

@@ -46,8 +46,8 @@ def load(
 
     Args:
         path: a dataset of the hub, OWNER/NAME; or a file, or a folder.
-        column: that holds the prompts: texts, lists of a user's messages, or lists of messages with role and content,
-            of which the user's are sent, each after the answer to the one before.
+        column: the column of the prompts: texts, lists of a user's messages, or lists of messages with role and
+            content, of which the user's are sent, each after the answer to the one before.
         file: the file in the dataset, JSON Lines (also .gz) or Parquet; None: the only one.
         answer: column of the answers, for the checker; None: there are none.
         revision: branch, tag or commit on the hub; None: main.

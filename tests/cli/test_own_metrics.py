@@ -54,7 +54,7 @@ def test_several_metrics_stand_below_their_names_with_their_options():
         (["metrics=[distinct]", "+metrics.distinct.m=1"], r"metrics\.distinct\.m"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_before_torch_is_needed(overrides, why):
+def test_what_cannot_be_computed_is_refused(overrides, why):
     config = composed(*overrides)
     with pytest.raises(Refused, match=why):
         (check_options(config), check_metrics(config))

@@ -86,7 +86,7 @@ def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = (
                         figure.savefig(stream, format=form, **options.get(form, {}))
             except OSError:
                 raise
-            except Exception as error:  # of matplotlib, which reads some texts only now
+            except Exception as error:  # matplotlib parses some texts only when it draws
                 no_figure(name, error)
             else:
                 files += each

@@ -136,7 +136,7 @@ class CheckedPair:
         """Yield the result in lines of so many columns."""
         who = "drafts of a reference" if self.drafts == "reference" else self.drafts
         outcomes = 0 if self.proof is None else sum(finding.outcomes for finding in self.proof.findings)
-        size = f" ({len(self.toys)} toys, {outcomes} outcomes)" * bool(outcomes)
+        size = f" ({len(self.toys)} toy models, {outcomes} outcomes)" * bool(outcomes)
         yield from wrap(f"{who} ({self.drawn}) + {self.verifier.name}: {self.verdict}{size}", columns)
         notes = [self.error] if self.error else [] if self.proof is None else list(self.proof.missing)
         for note in notes:

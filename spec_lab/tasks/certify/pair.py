@@ -128,8 +128,8 @@ class Pair:
         if not ran or self.drafted or not self.proposer.nodes:
             return None
         return (
-            f"proposer '{self.proposer.name}' drafted no token, neither on the toys nor in the sampled texts, so no "
-            "draft was tested: choose options with which it drafts"
+            f"proposer '{self.proposer.name}' drafted no token, neither on the toy models nor in the sampled texts, so "
+            "no draft was tested: choose options with which it drafts"
         )
 
     @property

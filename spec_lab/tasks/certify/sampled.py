@@ -243,7 +243,7 @@ def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
 
 
 def _score_draft(score: Score, draft: Draft) -> None:
-    """Add whether each draft token has the largest q given its earlier siblings; nothing where points occur."""
+    """Add whether each sampled draft token has the largest q given its earlier siblings; nothing for other drafts."""
     if draft.q is None or draft.q_row is None or not draft.shape.nodes or "deterministic" in draft.ways:
         return
     shape, token = draft.shape, draft.token.cpu()

@@ -98,4 +98,4 @@ def test_arms_are_reported_as_lossless_lossy_failed_or_not_certified(summary):
     arm |= {"lossless": False, "verifier": "relaxed"}
     assert "lossy: longer; verifier 'relaxed'" in words(shown(summary))
     arm["certificate"] |= {"worst_tv": 0.1234, "worst_instance": "one step", "instances": 6}
-    assert "total variation up to 0.12 on 6 toys (one step)" in words(shown(summary))
+    assert "total variation up to 0.12 on 6 toy models (one step)" in words(shown(summary))
