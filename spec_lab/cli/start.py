@@ -148,13 +148,7 @@ def _prepare(
     scalars = {name: resolved[name] for name in Settings.names()}
     typed = overrides_of(HydraConfig.get()) if HydraConfig.initialized() else ()
     settings = Settings(
-        output_dir=out,
-        overrides=given,
-        overwrite=bool(config.get("overwrite")),
-        retried=retried,
-        given=typed,
-        config_sha256=identity,
-        **scalars,
+        output_dir=out, overrides=given, retried=retried, given=typed, config_sha256=identity, **scalars
     )
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")

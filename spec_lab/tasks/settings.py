@@ -132,5 +132,5 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        others = ("output_dir", "overrides", "overwrite", "retried", "given", "config_sha256")
+        others = ("output_dir", "overrides", "retried", "given", "config_sha256")
         return [field.name for field in fields(Settings) if field.name not in others]
