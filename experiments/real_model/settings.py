@@ -98,7 +98,7 @@ def settings(folder: Path, limit: int) -> dict[str, list[str]]:
     return {
         "code": code,
         "prompts of 1 to 2 k tokens": long,
-        "two turns, prefixes kept": ["prompts=mt_bench", f"prompts.every={160 // limit}", "prefix_cache=4096"],
+        "two turns, prefixes kept": ["prompts=mt_bench", f"prompts.every={80 // limit}", "prefix_cache=4096"],
         "JSON under a schema": [*asked, "constraint=json_schema", f"constraint.path={folder / 'schema.json'}"],
         "batches of 4": [*spec_bench(4 * limit), "batch_size=4"],
         "batches of 8": [*spec_bench(8 * limit), "batch_size=8"],

@@ -138,7 +138,7 @@ def _prepare(
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Build the task, the lab, its settings, and the config as it is written to files."""
     from spec_lab.cli.drafter_paths import check_drafters
-    from spec_lab.results.manifest import begun_trees, digest
+    from spec_lab.results.manifest import begun_dtype, begun_trees, digest
     from spec_lab.tasks.lab import Lab, Settings
 
     work = task(config)
@@ -155,6 +155,9 @@ def _prepare(
     prompts, tracker, metrics = build(config, "prompts"), build(config, "tracker"), own_metrics(config)
     check_drawing(config, verifier)
     begun = config if settings.overwrite else with_trees(config, begun_trees(out, shown, identity))
+    dtype = None if settings.overwrite else begun_dtype(out, shown, identity)
+    if dtype is not None and OmegaConf.select(config, "target.dtype") == "auto":
+        OmegaConf.update(config, "target.dtype", dtype)
     LOG.info("Reading the files of drafters")
     try:
         check_drafters(config)

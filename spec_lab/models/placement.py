@@ -34,6 +34,25 @@ def automatic_device() -> str:
     return "cuda"
 
 
+def chosen(device: str, dtype: str, on_several: bool, quantized: bool) -> tuple[str, str]:
+    """Return the device and the data type, those that ``auto`` stands for.
+
+    Args:
+        device, dtype: as in ``Target.load``.
+        on_several: whether the layers are on several devices, which are not named.
+        quantized: whether the weights are quantized while they are read: most ways require bfloat16.
+
+    Raises:
+        ValueError: as ``device_of``.
+    """
+    if device == "auto":
+        device = "cpu" if on_several else automatic_device()
+    if dtype == "auto":
+        on_gpus = on_several and torch.cuda.is_available()
+        dtype = "bfloat16" if on_gpus or quantized else automatic_dtype(device_of(device))
+    return device, dtype
+
+
 def device_of(name: str | int) -> torch.device:
     """Return the torch device of a name, or of a GPU's number.
 

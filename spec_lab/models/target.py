@@ -21,7 +21,7 @@ from spec_lab.models.fused import fuse, on_one_gpu, unfuse
 from spec_lab.models.gguf_checkpoint import source_sha256
 from spec_lab.models.loading import load_model
 from spec_lab.models.packed import pack, unpack
-from spec_lab.models.placement import automatic_device, automatic_dtype, device_of, kv_dtype_of
+from spec_lab.models.placement import chosen, kv_dtype_of
 from spec_lab.models.self_check import MaybePacking, checked
 from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, context_of, refuse_options, refuse_pairs
@@ -71,11 +71,12 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The self-check's result, how the model is quantized, and what its weights were converted from."""
+        """The self-check's result, data type, how the model is quantized, and what its weights were converted from."""
         source = {"source_sha256": self.source_sha256} if self.source_sha256 else {}
         return {
             "self_check": self.self_check, "tolerance": self.tolerance,
-            "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization, **source,
+            "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization,
+            "dtype": str(self.lm.dtype).removeprefix("torch."), **source,
         }  # fmt: skip
 
     @cached_property
@@ -209,12 +210,7 @@ class Target:
             "tensor_parallel": tensor_parallel, "kv_dtype": kv_dtype not in (None, dtype), "device": device != "auto",
         }  # fmt: skip
         refuse_pairs(options)
-        on_several = device_map is not None or tensor_parallel
-        if device == "auto":
-            device = "cpu" if on_several else automatic_device()
-        if dtype == "auto":
-            on_gpus = on_several and torch.cuda.is_available()
-            dtype = "bfloat16" if on_gpus or quantization is not None else automatic_dtype(device_of(device))
+        device, dtype = chosen(device, dtype, device_map is not None or tensor_parallel, quantization is not None)
         stored = kv_dtype_of(kv_dtype, dtype)
         model, tokenizer, folder = load_model(
             path, device, dtype, device_map, tensor_parallel, quantization,

@@ -36,7 +36,7 @@ MEASURING = ("recalibrate", "cache")
 FOLDERS = ("parts", "figures", "readings", "training", "texts", "drafter", "experiment")
 FILES = (
     "*.parquet", "forwards.csv", "learning.jsonl", "summary.json", "certificate.json", "progress.json", "report.html",
-    "ended.json",
+    "ended.json", "summary.md",
 )  # fmt: skip
 """Folders and files that a run writes into its directory, besides its manifest."""
 
@@ -68,7 +68,7 @@ SHAPE = {
     "?code": {str: {}},
     "?files_sha256": {str: str},
     "?began": str,
-    "?target": {"?quantization": (None, {})},
+    "?target": {"?quantization": (None, {}), "?dtype": str},
     "?roofline": (None, roofline.SHAPE),
     "?sampling": {str: (float, None)},
     "?chat": (None, {}),
@@ -258,10 +258,8 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
     Raises:
         ValueError: as ``begun``.
     """
-    there = begun(out)
-    if there is None or _configuration(there["config"]) != _configuration(_as_read(without_secrets(config))):
-        return {}
-    if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
+    there = _begun_alike(out, config, config_sha256)
+    if there is None:
         return {}
     proposers = with_parts(there["proposers"])
     depths = {
@@ -270,6 +268,25 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
         if isinstance(facts.get("auto_depth"), Mapping) and isinstance(facts["auto_depth"].get("depth"), int)
     }
     return depths | {name: facts["tree"] for name, facts in proposers.items() if isinstance(facts.get("tree"), str)}
+
+
+def begun_dtype(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> str | None:
+    """Return the data type of the target in the run in ``out``, which timing may choose (``target.dtype=auto``); None
+    unless it began with this configuration.
+
+    Raises:
+        ValueError: as ``begun``.
+    """
+    there = _begun_alike(out, config, config_sha256)
+    return None if there is None else there.get("target", {}).get("dtype")
+
+
+def _begun_alike(out: Path, config: Mapping[str, Any], config_sha256: str) -> dict[str, Any] | None:
+    """Return the manifest of the run in ``out``; None unless it began with this configuration."""
+    there = begun(out)
+    if there is None or _configuration(there["config"]) != _configuration(_as_read(without_secrets(config))):
+        return None
+    return there if not config_sha256 or there.get("config_sha256", config_sha256) == config_sha256 else None
 
 
 def with_parts(proposers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -302,7 +319,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "config": _configuration(facts["config"]),
         **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
-        "quantization": facts.get("target", {}).get("quantization"),
+        "target": {name: facts.get("target", {}).get(name) for name in ("quantization", "dtype")},
         "threads": facts["threads"],
         "ranks": facts.get("ranks", 1),
         "code": facts.get("code", {}),

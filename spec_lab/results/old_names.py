@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,13 @@ def read_summary(file: Path) -> dict[str, Any] | None:
     """
     summary = read_json(file)
     return None if summary is None else {FIGURES.get(name, name): value for name, value in summary.items()}
+
+
+def target_dtype(facts: Mapping[str, Any]) -> str | None:
+    """Return the data type in which a run's target was computed; None where it is not known.
+
+    Args:
+        facts: its manifest. Older ones have it in their configuration only.
+    """
+    named = facts.get("target", {}).get("dtype") or (facts["config"].get("target") or {}).get("dtype")
+    return None if named == "auto" else named

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.core.files import Unreadable, expect, read_json
-from spec_lab.results.old_names import read_summary
+from spec_lab.results.old_names import read_summary, target_dtype
 
 BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_acceptance")
 """Figures that are lists, one value for each depth from 1."""
@@ -98,7 +98,7 @@ NUMBERS = tuple(
 """Figures that are compared, plotted and sorted: they must be numbers if a run has them."""
 
 
-PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "gpus", "threads")
+PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "gpus", "threads", "dtype")
 """Columns on which a run's figures depend besides its options."""
 
 
@@ -108,7 +108,7 @@ def provenance(folder: Path) -> dict[str, Any]:
     weights = sha256(json.dumps(begun.get("weights_sha256"), sort_keys=True).encode()).hexdigest()
     machine = begun.get("machine", {})
     known = begun | {"processor": machine.get("processor"), "gpus": ", ".join(machine.get("gpus", ()))}
-    known["weights_sha256"] = weights
+    known |= {"weights_sha256": weights, "dtype": target_dtype(begun) if "config" in begun else None}
     return {name: known.get(name) for name in PROVENANCE}
 
 

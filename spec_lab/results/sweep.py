@@ -135,7 +135,7 @@ def collect(sweep: Path) -> pd.DataFrame:
 def mixed(runs: Iterable[RunState]) -> dict[str, list[str]]:
     """Return the facts in which finished runs differ although they should be the same, with their values, by name.
 
-    They are commit, processor and GPUs; threads and prompts among runs with the same options for them.
+    They are commit, processor and GPUs; threads, data type and prompts among runs with the same options for them.
     """
     values: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for run in runs:
@@ -149,6 +149,7 @@ def mixed(runs: Iterable[RunState]) -> dict[str, list[str]]:
                 ("processor", ""),
                 ("gpus", ""),
                 ("threads", "threads"),
+                ("dtype", "target"),
                 ("prompts_sha256", "prompts"),
             ):
                 chosen = (text for text in run.overrides if key(text).partition(".")[0] in (group, "experiment"))

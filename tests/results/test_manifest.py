@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.start import with_trees
 from spec_lab.results.manifest import (
     begun,
+    begun_dtype,
     begun_trees,
     claim,
     commit,
@@ -17,6 +18,7 @@ from spec_lab.results.manifest import (
     manifest,
     unclaim,
 )
+from spec_lab.results.old_names import target_dtype
 
 CONFIG = {"output_dir": "here", "tracker": {"mode": "offline"}, "proposer": {"tree": "calibrated", "api_key": "hush"}}
 
@@ -86,7 +88,7 @@ def test_whatever_may_change_a_token_or_a_second_makes_another_run(tmp_path, pat
 
 def test_a_run_in_the_way_is_removed_on_request_and_other_files_stay(tmp_path):
     claim(tmp_path, facts())
-    for name in ("summary.json", "parts/steps-000.parquet", "notes.txt"):
+    for name in ("summary.json", "summary.md", "parts/steps-000.parquet", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     again = facts()
@@ -151,6 +153,27 @@ def test_a_depth_that_was_chosen_by_timing_is_that_of_the_run_that_began(tmp_pat
     config = OmegaConf.create({"proposer": {"depth": "auto"}, "arms": {"other": {"depth": "auto"}}})
     resumed = with_trees(config, {"speculative": 4, "other": 0})
     assert resumed == {"proposer": {"depth": 4}, "arms": {"other": {"depth": 0}}}
+
+
+def test_a_data_type_that_was_chosen_by_timing_is_that_of_the_run_that_began(tmp_path):
+    assert begun_dtype(tmp_path, CONFIG) is None
+    claim(tmp_path, facts() | {"target": {"dtype": "float32"}})
+    assert begun_dtype(tmp_path, CONFIG | {"output_dir": "elsewhere"}) == "float32"
+    assert begun_dtype(tmp_path, CONFIG | {"batch_size": 2}) is None
+    with pytest.raises(ValueError, match="dtype"):
+        claim(tmp_path, facts() | {"target": {"dtype": "bfloat16"}})
+
+
+@pytest.mark.parametrize(
+    ("known", "dtype"),
+    [
+        ({"target": {"dtype": "float32"}, "config": {"target": {"dtype": "auto"}}}, "float32"),
+        ({"config": {"target": {"dtype": "bfloat16"}}}, "bfloat16"),
+        ({"config": {"target": {"dtype": "auto"}}}, None),
+    ],
+)
+def test_the_data_type_of_a_run_is_that_of_its_target(known, dtype):
+    assert target_dtype(known) == dtype
 
 
 def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import limits_in_words
 from spec_lab.core.terminal import short_path
+from spec_lab.results.old_names import target_dtype
 
 
 def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: Any) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]
     names = arm_names({arm: facts.get("name") for arm, facts in proposers.items()})
-    device = (target.get("dtype"), device_text(manifest), target.get("attention"))
+    device = (target_dtype(manifest), device_text(manifest), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
         "experiment": config.get("name"),

@@ -32,6 +32,7 @@ from spec_lab.analysis.text import (
 from spec_lab.core.roofline import Roofline
 from spec_lab.propose import trees
 from spec_lab.results.manifest import finite
+from spec_lab.results.old_names import target_dtype
 from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, interval, number, read_run
 
 PARTS = {
@@ -402,7 +403,7 @@ def _identical(run: RunFiles, arms: Arms) -> list[str]:
     margins = [margin["largest"] for margin in run.summary["output_margins"].values()]
     if not margins or None in margins:
         return [f"{line}."]
-    dtype = (run.manifest["config"].get("target") or {}).get("dtype") or "the target's data type"
+    dtype = target_dtype(run.manifest) or "the target's data type"
     line += f"; the others first differ at tokens whose logits are within {max(margins):.2g}, by rounding in {dtype}"
     return [line + "; target.dtype=float32 checks that." if dtype != "float32" else f"{line}."]
 
