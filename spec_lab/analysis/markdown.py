@@ -10,13 +10,16 @@ from typing import Any
 from spec_lab.core.terminal import visible
 from spec_lab.results.result import Cell, DataTable, Result, Section
 
-SPECIAL = re.compile(r"[\\`*|<~]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]|^(?:[-+#>]|\d+(?=[.)]\s))")
+SPECIAL = re.compile(r"[\\`*|<~]|(?<!\w)_|_(?!\w)|(?<=\])[(\[:]|^[-+#>]|&(?=#?\w+;)")
 """Characters that Markdown reads: of emphasis, code, tables, HTML, links, and marks at the beginning of a line."""
+
+NUMBERED = re.compile(r"^(\d+)(?=[.)](?:\s|$))")
+"""The number of an item of a list."""
 
 
 def escaped(text: object) -> str:
     """Return a text in one line that Markdown shows as it is, inside of a table too."""
-    return SPECIAL.sub(r"\\\g<0>", visible(" ".join(str(text).split())))
+    return NUMBERED.sub(r"\1\\", SPECIAL.sub(r"\\\g<0>", visible(" ".join(str(text).split()))))
 
 
 def table(data: DataTable) -> str:

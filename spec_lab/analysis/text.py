@@ -75,7 +75,7 @@ COLUMNS = {
 
 
 OWN = "metrics."
-"""Prefix of the names of own metrics (``metrics.own``), where they stand beside other figures."""
+"""Prefix of the names of own metrics (``metrics.user_metrics``), where they stand beside other figures."""
 
 
 def column(name: str) -> FigureFormat:

@@ -174,14 +174,14 @@ class _Groups:
         bounds = for_summary(settings.output_dir) if settings.record == "replay" else {}
         with Progress(total=len(arms), desc="certificates", unit="arm", leave=False, disable=one_of_several()) as bar:
             bar.set_postfix_str("metrics")
-            own = metrics.own_metrics(lab.metrics, tables, metrics.arms(tables))
-            write_metrics(settings.output_dir, own.rows)
-            summary = _summary(lab, settings, arms, tables, self.config, facts.get("roofline"), bounds, own, bar)
+            computed = metrics.own_metrics(lab.metrics, tables, metrics.arms(tables))
+            write_metrics(settings.output_dir, computed.rows)
+            summary = _summary(lab, settings, arms, tables, self.config, facts.get("roofline"), bounds, computed, bar)
             bar.set_postfix_str("comparing outputs")
             summary |= margins(lab, self.requests, tables)
         summary |= metrics.run_verdict(tables, facts, names).summary()
         if settings.overrides is not None:  # of a sweep, which prints no result
-            for failure in own.failures:
+            for failure in computed.failures:
                 LOG.warning("%s", failure)
         return Done(summary | used, _result, tables, drawn=DRAWN if settings.overrides is None else ())
 
@@ -258,13 +258,13 @@ def _summary(
     config: Mapping[str, Any],
     roofline: Mapping[str, Any] | None,
     bounds: Mapping[str, ArmBounds],
-    own: metrics.OwnMetrics,
+    computed: metrics.OwnMetrics,
     bar: Progress,
 ) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms".
 
     ``roofline`` holds the facts of the manifest: of a resumed run, from when it began. ``bounds`` are those of arms
-    whose distributions were recorded, ``own`` the values of the run's own metrics. ``bar`` counts the arms.
+    whose distributions were recorded, ``computed`` the values of the run's own metrics. ``bar`` counts the arms.
     """
     made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
     known = lab.target.cache.certificates
@@ -276,7 +276,7 @@ def _summary(
             | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
             | {"decisions": policy_note(tables.steps, name, lab.facts().get(name, {}))}
             | (bounds[name].figures() if name in bounds else {})
-            | ({"metrics": own.figures[name]} if lab.metrics else {})
+            | ({"metrics": computed.figures[name]} if lab.metrics else {})
         )
         bar.update()
     main = next(iter(each.values()))
@@ -298,7 +298,7 @@ def _summary(
         "arms": each,
         "against": metrics.speedups_over_peers(tables),
         **({"bounds": {name: bound.summary() for name, bound in bounds.items()}} if bounds else {}),
-        **({"own_metrics": _own(lab, config, own.failures)} if lab.metrics else {}),
+        **({"own_metrics": _own(lab, config, computed.failures)} if lab.metrics else {}),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
 

@@ -25,6 +25,12 @@ from spec_lab.text.records import MAX_FILE, records, text_of, word
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 """Endings of the files that are read."""
 
+MAX_ENTRIES = 100_000
+"""Maximum number of files and folders below a local folder, which are listed to find the data."""
+
+ROLES = ("system", "user", "assistant")
+"""Roles of the messages of a row."""
+
 
 @check_arguments
 def load(
@@ -66,23 +72,23 @@ def load(
         ValueError: an invalid option, several files, a file in another format, a row without a prompt.
     """
     how = chat_options(template, system, None, thinking, options, turns, checker)
-    found = _local(path, file, revision) if Path(path).exists() else _fetched(path, file, revision)
+    data = _local(path, file, revision) if Path(path).exists() else _fetched(path, file, revision)
     source = path if HUB_NAME.fullmatch(path) else Path(path).name
     columns = (column,) if answer is None else (column, answer)
     prompts = {}
-    for where, row, record in islice(records(found, limit, columns=columns), 0, None, every):
+    for where, row, record in islice(records(data, limit, columns=columns), 0, None, every):
         asked, own_system = _asked(record, column, where)
         expected = None if answer is None or record.get(answer) is None else word(record, answer, where)
-        name = f"{Path(found).name.partition('.')[0]}-{row}"
+        name = f"{Path(data).name.partition('.')[0]}-{row}"
         prompts[row] = how.prompt(name, asked, "", source, expected, system=own_system, where=where)
-    return how.all_of(prompts, found)
+    return how.all_of(prompts, data)
 
 
 def _asked(record: Mapping[str, Any], column: str, where: str) -> tuple[list[str], str]:
     """Return the user's messages of a row, and its system prompt, which may be empty.
 
     Raises:
-        ValueError: it has none; names the file and the row.
+        ValueError: it has none, or messages that cannot be sent; names the file and the row.
     """
     value = record.get(column)
     if not isinstance(value, list) or not any(isinstance(message, Mapping) for message in value):
@@ -91,10 +97,22 @@ def _asked(record: Mapping[str, Any], column: str, where: str) -> tuple[list[str
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise ValueError(f"{where}: '{column}[{number}]' must have role and content, as every message of the list")
-        sent.setdefault(str(message["role"]), []).append(message["content"])
+        role = str(message["role"])
+        if role not in ROLES:
+            raise ValueError(
+                f"{where}: '{column}[{number}]' has the role {brief(role)}, but {', '.join(ROLES)} are known: leave "
+                "such rows out, or choose another column"
+            )
+        if role == "system" and number:
+            raise ValueError(
+                f"{where}: '{column}[{number}]' is a system prompt, which only the first message can be: leave such "
+                "rows out, or choose another column"
+            )
+        if role in sent:
+            sent[role].append(message["content"])
     if not sent["user"]:
         raise ValueError(f"{where}: '{column}' has no message whose role is user")
-    system = [text_of({column: text}, column, where, f"the system prompt of '{column}'") for text in sent["system"][:1]]
+    system = [text_of({column: text}, column, where, f"the system prompt of '{column}'") for text in sent["system"]]
     return turns_of({column: sent["user"]}, column, where), "".join(system)
 
 
@@ -102,7 +120,8 @@ def _local(path: str, file: str | None, revision: str | None) -> str:
     """Return the file at ``path``, or ``file`` in that folder.
 
     Raises:
-        ValueError: options of a folder or of the hub are given; the folder has several files and none is named.
+        ValueError: options of a folder or of the hub are given; the folder has several files and none is named, or too
+            many to list.
     """
     if revision is not None:
         raise WrongOption(f"revision is of a dataset of the hub, but {path} is local: set revision=null")
@@ -110,7 +129,13 @@ def _local(path: str, file: str | None, revision: str | None) -> str:
         if file is not None:
             raise WrongOption(f"file={brief(file)} is in a folder or in a dataset of the hub, but {path} is a file")
         return path
-    names = [found.relative_to(path).as_posix() for found in sorted(Path(path).rglob("*")) if found.is_file()]
+    entries = list(islice(Path(path).rglob("*"), MAX_ENTRIES + 1))
+    if len(entries) > MAX_ENTRIES:
+        raise WrongOption(
+            f"path={brief(path)} holds more than {MAX_ENTRIES} files and folders: set it to the file, or to the folder "
+            "of the data alone"
+        )
+    names = [entry.relative_to(path).as_posix() for entry in sorted(entries) if entry.is_file()]
     return str(Path(path) / _chosen(names, file, path))
 
 

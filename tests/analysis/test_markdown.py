@@ -23,6 +23,9 @@ SHOWN = DataTable(
         ("*a* `b` ~~c~~ _d_", r"\*a\* \`b\` \~\~c\~\~ \_d\_"),
         ("![x](http://a)", r"![x]\(http://a)"),
         ("# no\nheading", r"\# no heading"),
+        ("1. foo", r"1\. foo"),
+        ("12) foo", r"12\) foo"),
+        ("R&D &lt;b&gt; &#60;", r"R&D \&lt;b\&gt; \&#60;"),
         ("\x1b[31m", "\u241b[31m"),
     ],
 )

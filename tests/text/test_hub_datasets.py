@@ -111,6 +111,8 @@ def test_offline_the_file_must_be_named(monkeypatch):
         ([{"q": 3}], "q", "'q' must be text"),
         ([{"q": [{"from": "human", "value": "a"}]}], "q", r"'q\[0\]' must have role and content"),
         ([{"q": [{"role": "assistant", "content": "a"}]}], "q", "no message whose role is user"),
+        ([{"q": [*MESSAGES, {"role": "tool", "content": "a"}]}], "q", r"rows.*1.*'q\[4\]' has the role 'tool'"),
+        ([{"q": [MESSAGES[0], *MESSAGES]}], "q", r"rows.*1.*'q\[1\]' is a system prompt"),
     ],
 )
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
@@ -123,3 +125,12 @@ def test_rows_without_a_prompt_are_refused(tmp_path, rows, column, says, ending)
 def test_options_of_the_hub_are_refused_for_a_file(tmp_path, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         load(write(tmp_path / "rows.jsonl"), "q", **options)
+
+
+def test_a_folder_of_too_many_files_is_not_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_datasets, "MAX_ENTRIES", 1)
+    write(tmp_path / "a.jsonl")
+    assert len(load(str(tmp_path), "q")) == 2
+    write(tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match="holds more than 1 files and folders"):
+        load(str(tmp_path), "q", file="a.jsonl")

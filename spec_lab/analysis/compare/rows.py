@@ -28,13 +28,13 @@ class ArmParts(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRows:
-    """A run's rows; ``broken`` are the groups in which a request broke, ``own`` the values of its own metrics."""
+    """A run's rows; ``broken`` are the groups in which a request broke, ``metric_rows`` those of its own metrics."""
 
     selected: SelectedRun
     manifest: Mapping[str, Any]
     tables: metrics.Tables
     broken: frozenset[int]
-    own: pd.DataFrame
+    metric_rows: pd.DataFrame
 
     @staticmethod
     def read(selected: SelectedRun) -> RunRows:
@@ -66,9 +66,10 @@ class RunRows:
 
     def own_metrics(self, arm: str) -> dict[str, pd.Series]:
         """Return the values of the run's own metrics by name, indexed by request, of groups that did not break."""
-        whole = self.own["request"] == metrics.WHOLE
-        rows = self.own[(self.own["arm"] == arm) & (whole | self.own["request"].isin(self.requests["request"]))]
-        return {str(name): each.set_index("request")["value"] for name, each in rows.groupby("metric", sort=False)}
+        whole = self.metric_rows["request"] == metrics.WHOLE
+        unbroken = self.metric_rows["request"].isin(self.requests["request"])
+        rows = self.metric_rows[(self.metric_rows["arm"] == arm) & (whole | unbroken)]
+        return {str(name): values.set_index("request")["value"] for name, values in rows.groupby("metric", sort=False)}
 
     @property
     def arms(self) -> list[str]:

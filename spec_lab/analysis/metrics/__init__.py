@@ -53,7 +53,6 @@ from spec_lab.analysis.metrics.intervals import (
     interval,
     ratio,
 )
-from spec_lab.analysis.metrics.own import WHOLE, Metric, OwnMetrics, own_metrics, returned_names
 from spec_lab.analysis.metrics.phases import PHASES, decode_seconds, mask_seconds, overhead, phase_seconds
 from spec_lab.analysis.metrics.published import (
     eagle_alpha,
@@ -96,6 +95,7 @@ from spec_lab.analysis.metrics.texts import (
     repeated_8gram_share,
 )
 from spec_lab.analysis.metrics.units import other_cores, token_slowness, units_of_run
+from spec_lab.analysis.metrics.user_metrics import WHOLE, Metric, OwnMetrics, own_metrics, returned_names
 from spec_lab.analysis.metrics.verdict import (
     Resources,
     TimingReason,

@@ -292,7 +292,7 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
     checked, reduced = known("correct"), known("calibration", "variance_reduction")
     names = [name for name in FIGURES if checked or not name.startswith("correct")]
     names += ["identical_outputs"] * (run.temperature == 0)
-    own = list(dict.fromkeys(OWN + name for values in arms.values() for name in values.get("metrics") or {}))
+    user_names = list(dict.fromkeys(OWN + name for values in arms.values() for name in values.get("metrics") or {}))
     for arm, values in arms.items():
         facts = run.manifest["proposers"].get(arm, {})
         drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
@@ -303,13 +303,13 @@ def _arms(arms: Arms, run: RunFiles) -> DataTable:
                 Cell(values.get("verifier") or ""),
                 lossless_cell(values),
                 *(COLUMNS[name].cell(values.get(name)) for name in names),
-                *(column(name).cell((values.get("metrics") or {}).get(name.removeprefix(OWN))) for name in own),
+                *(column(name).cell((values.get("metrics") or {}).get(name.removeprefix(OWN))) for name in user_names),
                 *[cell((values.get("calibration") or {}).get("variance_reduction"), ".1f")] * reduced,
             ]
         )
     columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
-    columns += [(column(name).heading, True) for name in names + own] + [("variance reduction", True)] * reduced
-    main = ["arm", *(column(name).heading for name in (*MAIN_FIGURES, *own))]
+    columns += [(column(name).heading, True) for name in names + user_names] + [("variance reduction", True)] * reduced
+    main = ["arm", *(column(name).heading for name in (*MAIN_FIGURES, *user_names))]
     more = [name for name, _ in columns if name not in main]
     return DataTable(columns, rows, more=more, meanings={**MEANINGS, "variance reduction": REDUCTION})
 

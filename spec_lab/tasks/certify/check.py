@@ -105,7 +105,8 @@ class CheckedPair:
     @property
     def smallest(self) -> tuple[Instance, Finding] | None:
         """The smallest instance whose output is wrong, and what was found there; None where none is."""
-        findings = {} if self.proof is None else {found.instance: found for found in self.proof.findings if found.wrong}
+        wrong = [] if self.proof is None else [finding for finding in self.proof.findings if finding.wrong]
+        findings = {finding.instance: finding for finding in wrong}
         return next(((toy, findings[toy.name]) for toy in self.toys if toy.name in findings), None)
 
     @property
@@ -204,11 +205,11 @@ def constrained_toys(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
     if applied is None:
         return ()
     constraint = applied.constraint
-    own = constraint.toy(toy_vocabulary())
-    if own is None and type(constraint).__module__.partition(".")[0] != __name__.partition(".")[0]:
-        own = constraint
-    if own is not None:
-        return under(applied, own)
+    toy = constraint.toy(toy_vocabulary())
+    if toy is None and type(constraint).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        toy = constraint
+    if toy is not None:
+        return under(applied, toy)
     return (conditioned() if applied.is_global else constrained())[:3:2]
 
 

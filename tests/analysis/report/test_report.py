@@ -184,8 +184,8 @@ def test_a_heading_names_the_run_its_task_and_its_folder(page, swept):
 
     assert heading(page).startswith("run: benchmark run ")
     assert heading(report.write(swept)) == f"toy: sweep over depth, proposer {swept.name}"
-    one = swept / "proposer.depth=4,proposer=a"
-    assert report._where(one) == f"run 2 of 8, proposer.depth=4 proposer=a, of {swept.name}"
+    run = swept / "proposer.depth=4,proposer=a"
+    assert report._where(run) == f"run 2 of 8, proposer.depth=4 proposer=a, of {swept.name}"
 
 
 def test_panels_that_stand_side_by_side_are_elements_that_wrap(page):

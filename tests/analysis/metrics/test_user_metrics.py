@@ -13,7 +13,7 @@ from spec_lab.core.options import WrongOption
 ARMS = ("speculative", "baseline")
 REQUESTS = pd.DataFrame(
     [
-        {"arm": arm, "request": request, "group": request // 2, "tokens": [request, 1, request, 1]}
+        {"arm": arm, "request": request, "group": request // 2, "finish": "length", "tokens": [request, 1, request, 1]}
         for arm in ARMS
         for request in range(16)
     ]
@@ -36,6 +36,18 @@ def test_values_by_request_have_a_mean_with_an_interval_over_groups_and_a_number
     assert len(rows) == len(ARMS) * (16 + 1) and rows.loc[rows["metric"] == "count", "request"].tolist() == [-1, -1]
 
 
+def test_groups_in_which_a_request_broke_are_left_out_as_of_all_figures():
+    requests = REQUESTS.assign(finish=["nan", *["length"] * (len(REQUESTS) - 1)])  # the first of group 0
+
+    def numbers(tables, arm):
+        chosen = tables.requests[tables.requests["arm"] == arm].set_index("request")
+        return {"number": chosen.index.to_series(), "count": len(chosen)}
+
+    own = own_metrics({"mine": numbers}, Tables(pd.DataFrame(), pd.DataFrame(), requests), ARMS)
+    for arm in ARMS:
+        assert own.figures[arm]["count"]["mean"] == 14 and own.figures[arm]["number"]["mean"] == sum(range(2, 16)) / 14
+
+
 def series(*values, index=None):
     return pd.Series(values, range(len(values)) if index is None else index)
 
@@ -53,6 +65,10 @@ def series(*values, index=None):
         ({"x": "much"}, ["x", "str"]),
         ({"x": True}, ["x", "bool"]),
         ({"x": series("much")}, ["x"]),
+        ({"x": 10**400}, ["x is inf"]),
+        ({"x": series(10**400)}, ["x", "real numbers"]),
+        ({"x": 1j}, ["x", "complex"]),
+        ({"x": series(1j)}, ["x", "real numbers"]),
         ({"x": series(1.0, math.nan)}, ["x is nan for request 1"]),
         ({"x": series(1.0, index=[99])}, ["x", "99"]),
         ({"x": series(1.0, 2.0, index=[3, 3])}, ["x", "request 3"]),

@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
+from spec_lab.analysis.metrics.speed import broken_groups
 from spec_lab.analysis.metrics.summary import summarise
 from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.faults import described, location
@@ -60,9 +61,16 @@ def own_metrics(metrics: Mapping[str, Metric], tables: Tables, arms: Sequence[st
 
     Args:
         metrics: by the name of their part: ``metrics.NAME`` of the configuration.
-        tables: the run's rows.
+        tables: the run's rows; metrics get those of groups in which no request broke.
         arms: keys of its arms.
     """
+    broken = broken_groups(tables.requests)
+    tables = Tables(
+        **{
+            name: frame[~frame["group"].isin(broken)] if broken and "group" in frame else frame
+            for name, frame in vars(tables).items()
+        }
+    )
     figures: dict[str, dict[str, Mapping[str, float]]] = {arm: {} for arm in arms}
     rows: Rows = []
     failures: dict[str, list[str]] = {}
@@ -120,9 +128,9 @@ def _called(part: str, metric: Metric, tables: Tables, arm: str) -> Mapping[Any,
         WrongOption: it returned something else than a mapping.
     """
     function: Any = metric.func if isinstance(metric, partial) else metric
-    own = Tables(**{name: frame.copy(deep=False) for name, frame in vars(tables).items()})  # it may add columns
+    copied = Tables(**{name: frame.copy(deep=False) for name, frame in vars(tables).items()})  # it may add columns
     try:
-        returned = metric(own, arm)
+        returned = metric(copied, arm)
     except (Exception, SystemExit) as error:
         where = location(error, str(function.__module__))
         raise _Raised(visible(f"metrics.{part} raised {described(error)}{where}{_nearest(error, tables)}")) from error
@@ -191,14 +199,20 @@ def _checked(part: str, name: str, value: Any, tables: Tables, arm: str) -> dict
                 f"{where} is an object of type {type(value).__name__}: return a number, or a pandas Series with a "
                 "number for each request"
             )
-        if not math.isfinite(value):
-            raise WrongOption(f"{where} is {float(value)}: leave the name out where an arm has no value")
-        return {WHOLE: float(value)}
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise WrongOption(f"{where} is {number}: leave the name out where an arm has no value")
+        return {WHOLE: number}
     try:
+        if value.dtype.kind == "c":
+            raise TypeError("complex ones have no order")
         numbers = value.astype(float)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise WrongOption(
-            f"{where} has values that are no numbers ({error}): return a number for each request"
+            f"{where} has values that are no real numbers ({error}): return a number for each request"
         ) from error
     known = set(tables.requests.loc[tables.requests["arm"] == arm, "request"])
     if unknown := [index for index in numbers.index if index not in known]:
