@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from textwrap import wrap
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,6 +14,8 @@ from spec_lab.tasks.certify.check import COLUMNS, Rebuilt, check, toy_vocabulary
 from spec_lab.tasks.certify.exact import MIN_TOKENS
 
 NONE = "spec_lab.propose.Null.load"
+
+NOT_ENUMERATED = "NOT CHECKED: Gumbel noise cannot be enumerated; +experiment=certify draws samples of it"
 
 
 def check_parts(config: DictConfig) -> int:
@@ -26,6 +29,9 @@ def check_parts(config: DictConfig) -> int:
     applied, _ = apply_constraint(config, config, None, toy_vocabulary)
     results = check(verifier, _proposer(config), applied)
     print("\n".join(line for result in results for line in result.lines(COLUMNS)))
+    left_out = verifier.accepts.intersection(["gumbel"]).difference(result.drawn for result in results)
+    if left_out and config.proposer.get("_target_") == NONE:
+        print("\n".join(wrap(f"drafts of a reference (gumbel) + {verifier.name}: {NOT_ENUMERATED}", COLUMNS)))
     if not results:
         print(f"verifier '{verifier.name}' accepts no way of drawing, so nothing can be checked: name some in accepts")
     return int(not results or any(result.failed for result in results))

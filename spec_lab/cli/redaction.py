@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,6 +32,7 @@ from spec_lab.results.redact import (
     replace_secrets,
     without_secrets,
 )
+from spec_lab.results.run_names import identifying
 
 PLAIN = ("zoo", "now")
 """Resolvers whose values are not secret."""
@@ -99,6 +101,18 @@ def overrides_of(facts: Any) -> list[str]:
     """Return the overrides of a run or a sweep as given, with interpolations; ``facts`` is Hydra's config."""
     given: Any = OmegaConf.to_container(facts.overrides.task, resolve=False)
     return given
+
+
+def repeating(facts: Any) -> list[str]:
+    """Return the words of a command line that repeats a run, in another folder: options, and the folder of options of
+    one's own; ``facts`` is Hydra's config.
+    """
+    folders = [Path(source.path) for source in facts.runtime.config_sources if source.provider == "command-line"]
+    words = []
+    for folder in folders:
+        near = folder.relative_to(facts.runtime.cwd) if folder.is_relative_to(facts.runtime.cwd) else folder
+        words += ["--config-dir", str(near)]
+    return [*words, *identifying(overrides_of(facts), ("metrics",))]
 
 
 def as_given(overrides: Sequence[str] | ListConfig) -> list[str]:

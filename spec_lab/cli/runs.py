@@ -10,6 +10,7 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from io import StringIO
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +166,9 @@ def _run(line: list[str]) -> Run:
     with composing(given) as hydra:
         config = hydra.compose_config(name, overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         folder = str(config.output_dir)
-        if not any(run_names.key(override) == "output_dir" for override in overrides):  # with the time of now
+        if not any(run_names.key(override) == "output_dir" for override in overrides):
+            if "${now:" in str(config._get_node("output_dir")._value()):
+                folder = _unused(folder)
             overrides.append(f"output_dir={QuotedString(folder, Quote.single).with_quotes()}")
         many = given.multirun or config.hydra.mode == RunMode.MULTIRUN
         code = 0
@@ -178,3 +181,9 @@ def _run(line: list[str]) -> Run:
                 raise
             code = int(left.code or 0)
     return Run(Path(folder), code)
+
+
+def _unused(folder: str) -> str:
+    """Return the name of a folder, with a number where it exists: two short runs may begin in the same second."""
+    names = chain([folder], (f"{folder}-{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())

@@ -38,7 +38,7 @@ from spec_lab.cli.config_checks import (
     drop_unused,
 )
 from spec_lab.cli.declarations import qualified
-from spec_lab.cli.redaction import overrides_of, written
+from spec_lab.cli.redaction import repeating, written
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.cli.status import Status
 from spec_lab.core.options import WrongOption, brief
@@ -146,7 +146,7 @@ def _prepare(
     shown, identity = written(config), digest(resolved)
     given = None if overrides is None else run_names.identifying(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
-    typed = overrides_of(HydraConfig.get()) if HydraConfig.initialized() else ()
+    typed = repeating(HydraConfig.get()) if HydraConfig.initialized() else ()
     settings = Settings(
         output_dir=out, overrides=given, retried=retried, given=typed, config_sha256=identity, **scalars
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from hashlib import sha256
 from re import ASCII, sub
 
@@ -19,9 +19,10 @@ NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
 """The pattern of ``folder_name``: the name of one folder inside the sweep's."""
 
 
-def identifying(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Return the overrides that identify a run, sorted, with secrets blanked."""
-    kept = (redacted(text) for text in overrides if key(text).partition(".")[0].partition("@")[0] not in UNIDENTIFYING)
+def identifying(overrides: Iterable[str], further: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the overrides that identify a run, sorted, with secrets blanked; and those of ``further`` options."""
+    left_out = {*UNIDENTIFYING}.difference(further)
+    kept = (redacted(text) for text in overrides if key(text).partition(".")[0].partition("@")[0] not in left_out)
     return tuple(sorted(kept, key=lambda override: override.lstrip("+")))
 
 

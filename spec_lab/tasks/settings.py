@@ -51,7 +51,7 @@ class Settings:
         overwrite: remove the run that output_dir holds, and begin anew.
         retried: of a job of a sweep, whether it failed before. What is left of it is removed if its code, or anything
             else, was another one.
-        given: options of the command line, secrets left out, for a command that repeats them.
+        given: words of the command line that repeats the run in another folder, without secrets.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
             the names of environment variables, not with their values.
     """

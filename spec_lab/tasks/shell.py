@@ -16,7 +16,6 @@ from spec_lab.core.faults import PartError
 from spec_lab.core.files import remove_abandoned, write_text
 from spec_lab.results.manifest import JUDGED, claim, finite, manifest, unclaim, write_json
 from spec_lab.results.result import Result
-from spec_lab.results.run_names import identifying
 from spec_lab.results.run_state import INTERRUPTED
 from spec_lab.results.table_parts import TableParts
 from spec_lab.results.writer import Tables
@@ -140,7 +139,7 @@ def _page(result: Result, facts: Mapping[str, Any], given: Sequence[str]) -> str
     from spec_lab.analysis import markdown
     from spec_lab.analysis.report.facts import facts as shown
 
-    return markdown.document(result, shown(facts, result.constraint, **result.facts), identifying(given))
+    return markdown.document(result, shown(facts, result.constraint, **result.facts), given)
 
 
 def _draw(result: Result, folder: Path, names: Sequence[str] | None) -> list[Path]:

@@ -30,7 +30,6 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.models.placement import multiplies_bfloat16
-from spec_lab.results.run_names import identifying
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.train_forecast import bounded, forecast, paying_sentence, training_sentence
@@ -141,8 +140,7 @@ def train(
     parts = lab, settings, config, [recipe.name], fitting.work, fitting.left
     code = Task(*parts, more=source.facts(), leaves=leaves, resumes=True).run(console)
     if code == 0:
-        file, given = settings.output_dir / "drafter" / "README.md", identifying(settings.given)
-        write_text(file, card(settings.output_dir, given))
+        write_text(settings.output_dir / "drafter" / "README.md", card(settings.output_dir, settings.given))
     return code
 
 

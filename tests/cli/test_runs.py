@@ -1,5 +1,6 @@
 """Runs from Python: the same files as of the command line, errors as exceptions, results by the returned run."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 import spec_lab
 from spec_lab.analysis import metrics
+from spec_lab.cli.runs import _unused
 from spec_lab.results import sweep
 from tests import checkpoints
 
@@ -58,6 +60,25 @@ def test_a_run_is_written_in_one_text_and_its_folder_has_the_time_by_default(her
     run = spec_lab.run(" ".join([*options, "proposer=none", "baseline=false", "name=timed"]))
     assert run.folder.parent == Path("outputs/timed") and (run.folder / "summary.md").is_file()
     assert "tokens/s" in capsys.readouterr().out
+    assert "--config-dir" not in (run.folder / "summary.md").read_text()
+
+
+def test_the_command_of_the_summary_has_the_metrics_and_the_folder_of_options_that_were_given(here, options):
+    (here / "mine" / "proposer").mkdir(parents=True)
+    (here / "mine" / "proposer" / "own.yaml").write_text("_target_: spec_lab.propose.Null.load\n")
+    given = ["--config-dir", "mine", *options, "proposer=own", "baseline=false", "metrics=[distinct]"]
+    run = spec_lab.run([*given, "output_dir=repeated"], quiet=True)
+    (command,) = (line for line in (run.folder / "summary.md").read_text().splitlines() if line.startswith("spec-lab"))
+    words = shlex.split(command)
+    assert words[:3] == ["spec-lab", "--config-dir", "mine"] and set(words[1:]) == set(given)
+
+
+def test_two_runs_that_begin_in_the_same_second_have_two_folders(tmp_path):
+    folder = tmp_path / "12-00-00"
+    for name in ("12-00-00", "12-00-00-2", "12-00-00-3"):
+        chosen = Path(_unused(str(folder)))
+        assert chosen.name == name
+        chosen.mkdir()
 
 
 def test_a_sweep_has_its_runs_and_one_table(here, options):

@@ -154,6 +154,7 @@ def test_the_command_reads_no_target_and_writes_no_files(cli, tmp_path, no_targe
     code, output, errors = cli("check", *options)
     assert (code, errors) == (0, "") and "lossless, total variation" in output
     assert not list(tmp_path.rglob("*.json"))
+    assert ("NOT CHECKED: Gumbel" in " ".join(output.split())) == (options == ["verifier=match"])
 
 
 def test_the_command_ends_with_1_for_a_wrong_part(cli, no_target, tmp_path):
