@@ -146,7 +146,7 @@ def inverse() -> Iterator[None]:
     sampling."""
     right = exact.side_by_side
     with mock.patch.object(
-        exact, "side_by_side", lambda play, **more: right(lambda draws, count: play(Inverse(draws), count), **more)
+        exact, "side_by_side", lambda play, *more: right(lambda draws, count: play(Inverse(draws), count), *more)
     ):
         yield
 

@@ -210,7 +210,7 @@ def test_what_has_no_bound_says_why(target):
     raced = replace(trees, codes=np.full_like(trees.codes, 3))
     assert "noise of drafts drawn gumbel" in bounds_of(raced).needs
     mixed = replace(trees, codes=np.where(np.arange(len(trees.codes)) % 2, 0, trees.codes).astype(np.int8))
-    assert "no bound is known for trees drawn iid and point" in bounds_of(mixed).needs
+    assert "no bound is known for trees drawn deterministic and iid" in bounds_of(mixed).needs
     assert set(bounds_of(raced).summary()) == {"needs"}
 
 
