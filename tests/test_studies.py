@@ -309,8 +309,6 @@ def test_the_bundled_workloads_are_those_that_their_scripts_write(name):
 
 
 STUDIES = sorted(page.parent.name for page in (ROOT / "experiments").glob("*/README.md"))
-OTHERS = {"real_model"}
-"""Studies that are measured again now."""
 
 
 def test_studies_are_few_and_short():
@@ -318,7 +316,7 @@ def test_studies_are_few_and_short():
     assert len(STUDIES) <= 20 and words < 20_000
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name not in OTHERS])
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_page_begins_with_its_answer_and_names_the_commit_that_was_measured(name):
     lines = [line for line in (ROOT / "experiments" / name / "README.md").read_text().splitlines() if line]
     assert lines[0].startswith("# ") and lines[0].endswith("?") and lines[1].startswith("**")

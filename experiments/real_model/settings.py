@@ -48,8 +48,8 @@ PEERS = {
 }  # fmt: skip
 """What each engine's own library is measured by."""
 
-MODES = "its library's modes"
-"""The setting that measures them."""
+MODES, TURNS = "its library's modes", "two turns, prefixes kept"
+"""Settings in which some arms are left out."""
 
 NAMES = {
     "ngram": "n-gram, 3",
@@ -87,9 +87,9 @@ def write_prompts(folder: Path, limit: int) -> None:
 
 
 def spec_bench(count: int) -> list[str]:
-    """Return the options of so many of Spec-Bench's 480 questions, in chats."""
-    some = [f"prompts.every={480 // count}", f"prompts.limit={count}"]
-    return ["prompts=spec_bench", "prompts.template=checkpoint", "max_prompt_tokens=2000", *some]
+    """Return the options of at least so many of Spec-Bench's 480 questions, in chats."""
+    every = f"prompts.every={480 // count}"  # a limit would leave out the questions of all but the first tasks
+    return ["prompts=spec_bench", "prompts.template=checkpoint", "max_prompt_tokens=2000", every]
 
 
 def settings(folder: Path, limit: int) -> dict[str, list[str]]:
@@ -98,7 +98,7 @@ def settings(folder: Path, limit: int) -> dict[str, list[str]]:
     return {
         "code": code,
         "prompts of 1 to 2 k tokens": long,
-        "two turns, prefixes kept": ["prompts=mt_bench", f"prompts.every={80 // limit}", "prefix_cache=4096"],
+        TURNS: ["prompts=mt_bench", f"prompts.every={80 // limit}", "prefix_cache=4096"],
         "JSON under a schema": [*asked, "constraint=json_schema", f"constraint.path={folder / 'schema.json'}"],
         "batches of 4": [*spec_bench(4 * limit), "batch_size=4"],
         "batches of 8": [*spec_bench(8 * limit), "batch_size=8"],
@@ -139,6 +139,8 @@ def measure(chosen: argparse.Namespace, heads: Mapping[str, runs.Arm]) -> None:
             jobs |= {name: [*target, *spec_bench(limit)] for name, target in targets(out).items()}
         for name, options in jobs.items():
             arms = LOOKUPS | (heads if engine == "transformers" and name != MODES else {})
+            if name == TURNS:  # EAGLE-3 reads hidden states of the whole prompt, which kept prefixes do not have
+                arms = {arm: options for arm, options in arms.items() if arm != "eagle3"}
             more = [f"+proposer@arms.{arm}={proposer}" for arm, (proposer, _) in arms.items()]
             more += [runs.option(arm, key, value) for arm, (_, given) in arms.items() for key, value in given.items()]
             if name == MODES:
