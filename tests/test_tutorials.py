@@ -118,6 +118,7 @@ def test_a_page_s_command_does_what_the_page_says(quick_cli, tmp_path, monkeypat
         assert "chain_rejection" in errors and "draft_tree" in errors
 
 
+@pytest.mark.nightly
 def test_the_metric_and_the_tracker_of_their_page_have_the_values_of_the_run(quick_cli, tmp_path, package):
     package("write_a_metric")
     plain, tracked = commands("write_a_metric")
@@ -131,6 +132,7 @@ def test_the_metric_and_the_tracker_of_their_page_have_the_values_of_the_run(qui
     assert json.loads(line) == {"arm": "speculative", **means}
 
 
+@pytest.mark.nightly
 def test_a_drafter_of_hidden_states_is_trained_certified_and_measured(quick_cli, tmp_path, monkeypatch, package):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     package(TRAINED)

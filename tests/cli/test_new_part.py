@@ -12,6 +12,7 @@ from spec_lab.cli.new_part import KINDS, write
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_the_tests_of_what_it_writes_pass(tmp_path):
     folders = [tmp_path / kind for kind in KINDS]
     for kind, folder in zip(KINDS, folders, strict=True):

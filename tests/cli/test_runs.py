@@ -81,6 +81,7 @@ def test_two_runs_that_begin_in_the_same_second_have_two_folders(tmp_path):
         chosen.mkdir()
 
 
+@pytest.mark.nightly
 def test_a_sweep_has_its_runs_and_one_table(here, options):
     swept = spec_lab.run(
         ["--multirun", *options, "proposer=ngram", "proposer.depth=1,2", "output_dir=depths"], quiet=True

@@ -74,10 +74,12 @@ def text(results):
     return "\n".join(line for result in results for line in result.lines())
 
 
+@pytest.mark.nightly
 def test_a_correct_pair_is_lossless_with_its_policy_and_under_its_constraint():
     testing.assert_lossless(Token(), Bound, One(), lambda vocabulary: Once(vocabulary.size))
 
 
+@pytest.mark.nightly
 def test_a_verifier_alone_is_checked_with_each_way_of_drawing_that_it_accepts():
     results = testing.check_parts(Verifies())
     assert {result.drawn for result in results} == Token.accepts - {"gumbel"}
