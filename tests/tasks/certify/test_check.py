@@ -107,12 +107,14 @@ def test_a_proposer_that_misstates_its_q_is_refuted():
         testing.assert_lossless(proposer=Misstates())
 
 
+@pytest.mark.nightly
 def test_a_constraint_whose_forks_share_their_state_is_refuted(monkeypatch):
     monkeypatch.setattr(After, "fork", lambda self: self)
     results = testing.check_parts(proposer=Uniform(), constraint=lambda vocabulary: Once(vocabulary.size))
     assert "NOT LOSSLESS" in text(results) and "once on target" in " ".join(text(results).split())
 
 
+@pytest.mark.nightly
 def test_a_lossy_verifier_is_no_failure_and_its_distance_is_printed():
     results = testing.check_parts(Lenient(0.9))
     assert not any(result.failed for result in results)
@@ -159,6 +161,7 @@ def test_the_command_reads_no_target_and_writes_no_files(cli, tmp_path, no_targe
     assert ("NOT CHECKED: Gumbel" in " ".join(output.split())) == (options == ["verifier=match"])
 
 
+@pytest.mark.nightly
 def test_the_command_ends_with_1_for_a_wrong_part(cli, no_target, tmp_path):
     (tmp_path / "conf" / "verifier").mkdir(parents=True)
     (tmp_path / "conf" / "verifier" / "wrong.yaml").write_text("_target_: tests.tasks.certify.parts.Claims\n")
