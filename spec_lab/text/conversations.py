@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 from spec_lab.core.files import read_text
 from spec_lab.core.options import Count, Filled, OneOf, WrongOption, brief
@@ -104,62 +104,64 @@ class Chat:
         return prompts
 
 
+class ChatOptions(TypedDict, total=False):
+    """Options of every source of conversations.
+
+    Args:
+        template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
+            file.
+        system: system prompt of conversations without one of their own.
+        thinking: true or false: switches thinking in the template; None: the template's default.
+        options: further variables of the template, such as {reasoning_effort: low}.
+        turns: maximum messages of the user in a conversation, each after the answer to the one before; None: all.
+        checker: of answers: exact, contains, number, choice or python_syntax; None: none.
+    """
+
+    template: Filled
+    system: str | None
+    thinking: bool | None
+    options: Mapping[str, Any] | None
+    turns: Count | None
+    checker: Annotated[str, OneOf(CHECKERS)] | None
+
+
 @check_arguments
-def chat_options(
-    template: Filled = "checkpoint",
-    system: str | None = None,
-    tools: str | None = None,
-    thinking: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    turns: Count | None = None,
-    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
-) -> Chat:
+def chat_options(tools: str | None = None, **given: Unpack[ChatOptions]) -> Chat:
     """Check the options of conversations, and read the files that they name.
 
     Args:
-        template: "checkpoint", the chat template of the target's tokenizer, and plain text where it has none; "none",
-            plain text; or a file with a Jinja template.
-        system: the system prompt; None for none.
         tools: a JSON file with a list of tools, each a JSON schema as transformers' templates read it; None for none.
-        thinking: sets the options of the template that switch thinking on or off (``chat_template.THINKING``); None
-            leaves the template's default.
-        options: further variables of the template.
-        turns: maximum number of the user's messages of a conversation; None for all.
-        checker: of answers (``CHECKERS``); None for none.
+        given: see ``ChatOptions``.
 
     Raises:
         ValueError: an invalid option; names it.
         OSError: a file cannot be read.
     """
+    template, system = given.get("template", "checkpoint"), given.get("system")
     if system is not None and not system.strip():
         raise WrongOption(f"system must be a text that is not blank, or null for none, not {brief(system)}")
-    given = _options(options, thinking)
+    variables = _options(given.get("options"), given.get("thinking"))
     source = "" if template in ("checkpoint", "none") else _small("prompts.template", template)
     if template not in ("checkpoint", "none") and not source.strip():
         raise WrongOption(f"template={brief(template)} is empty: set template=none for plain text")
-    if template == "none" and given:
+    if template == "none" and variables:
         raise WrongOption(
-            f"template=none supports no options of a template ({', '.join(given)}): set template=checkpoint"
+            f"template=none supports no options of a template ({', '.join(variables)}): set template=checkpoint"
         )
     return Chat(
-        None if template == "none" else ChatTemplate(source, given, template if source else ""),
+        None if template == "none" else ChatTemplate(source, variables, template if source else ""),
         "" if system is None else fitting(system, "prompts.system", "it"),
         () if tools is None else _tools(_json("prompts.tools", tools), "prompts.tools"),
-        turns,
-        checker or "",
+        given.get("turns"),
+        given.get("checker") or "",
     )
 
 
 def chat(
     path: str,
     limit: Count | None = None,
-    template: Filled = "checkpoint",
-    system: str | None = None,
     tools: str | None = None,
-    thinking: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    turns: Count | None = None,
-    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
+    **given: Unpack[ChatOptions],
 ) -> list[Prompt]:
     """Read conversations from a file with one JSON object per line.
 
@@ -170,21 +172,15 @@ def chat(
             with a message to answer: a list of objects with ``role`` and ``content``. Optional are ``id``,
             ``workload``, ``source``, ``constraint``, ``system``, ``tools``, and ``answer``, for the checker.
         limit: number of conversations, from the first; None: all.
-        template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
-            file.
-        system: system prompt of conversations without one of their own.
         tools: JSON file: a list of tools, for templates that describe them.
-        thinking: true or false: switches thinking in the template; None: the template's default.
-        options: further variables of the template, such as {reasoning_effort: low}.
-        turns: maximum messages of the user in a conversation that are sent, those cut are not checked; None: all.
-        checker: of answers in the field answer: exact, contains, number, choice or python_syntax.
+        given: see ``ChatOptions``; messages that ``turns`` cuts are not checked, and a checker reads ``answer``.
 
     Raises:
         OSError: a file does not exist, or is not readable.
         ValueError: an invalid option, a malformed line, fields that contradict each other, an id used twice, no
             conversations at all.
     """
-    how = chat_options(template, system, tools, thinking, options, turns, checker)
+    how = chat_options(tools, **given)
     prompts = {}
     for where, line, record in records(path, limit):
         messages: list[Message] = []

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Unpack
 
 from huggingface_hub import hf_hub_download
 
-from spec_lab.core.options import Count, Filled, OneOf, WrongOption, brief
+from spec_lab.core.options import Count, OneOf, WrongOption, brief
 from spec_lab.core.options import checked as check_arguments
 from spec_lab.models.checkpoint import one_line
-from spec_lab.text.checkers import CHECKERS
-from spec_lab.text.conversations import chat_options, turns_of
+from spec_lab.text.conversations import ChatOptions, chat_options, turns_of
 from spec_lab.text.prompts import Prompt
 from spec_lab.text.records import records, text_of, word
 
@@ -66,12 +65,7 @@ def load(
     revision: str | None = None,
     limit: Count | None = None,
     every: Count = 1,
-    template: Filled = "checkpoint",
-    system: str | None = None,
-    thinking: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    turns: Count | None = None,
-    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
+    **chat: Unpack[ChatOptions],
 ) -> list[Prompt]:
     """Read a dataset.
 
@@ -81,20 +75,14 @@ def load(
         revision: branch, tag or commit on the hub; None: main.
         limit: number of questions, from the first; None: all.
         every: 8: only each eighth of these, from the first; 1: all.
-        template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
-            file.
-        system: system prompt.
-        thinking: true or false: switches thinking in the template; None: the template's default.
-        options: further variables of the template.
-        turns: maximum messages of the user in a conversation; None: all, each after the answer to the one before.
-        checker: of answers: exact, contains, number, choice or python_syntax; None: none.
+        chat: see ``ChatOptions``.
 
     Raises:
         OSError: there is no such file, or the hub cannot be reached.
         ValueError: an unknown dataset, an invalid option, a file in another format.
     """
     dataset = DATASETS[name]
-    how = chat_options(template, system, None, thinking, options, turns, checker)
+    how = chat_options(**chat)
     if revision is not None and (not isinstance(revision, str) or not revision or path is not None):
         raise WrongOption(f"revision must name a branch, tag or commit, without path (got {brief(revision)})")
     if path is None and revision is None and dataset.bundled:
@@ -103,7 +91,7 @@ def load(
         file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
     prompts = {}
     for where, line, record in islice(records(file, limit, columns=dataset.columns), 0, None, every):
-        given, asked, workload, answer = dataset.read(where, record, template == "none")
+        given, asked, workload, answer = dataset.read(where, record, chat.get("template") == "none")
         named = given or f"{Path(file).name.partition('.')[0]}-{line}"
         prompts[line] = how.prompt(named, asked, workload, dataset.source, answer, where=where)
     return how.all_of(prompts, file)

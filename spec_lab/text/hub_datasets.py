@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Unpack
 
 from huggingface_hub import HfApi, hf_hub_download, is_offline_mode
 
-from spec_lab.core.options import Count, Filled, OneOf, WrongOption, brief
+from spec_lab.core.options import Count, Filled, WrongOption, brief
 from spec_lab.core.options import checked as check_arguments
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.hub import HUB_NAME, TIMEOUT
-from spec_lab.text.checkers import CHECKERS
-from spec_lab.text.conversations import chat_options, turns_of
+from spec_lab.text.conversations import ChatOptions, chat_options, turns_of
 from spec_lab.text.prompts import Prompt
 from spec_lab.text.records import MAX_FILE, records, text_of, word
 
@@ -41,12 +40,7 @@ def load(
     revision: Filled | None = None,
     limit: Count | None = None,
     every: Count = 1,
-    template: Filled = "checkpoint",
-    system: str | None = None,
-    thinking: bool | None = None,
-    options: Mapping[str, Any] | None = None,
-    turns: Count | None = None,
-    checker: Annotated[str, OneOf(CHECKERS)] | None = None,
+    **chat: Unpack[ChatOptions],
 ) -> list[Prompt]:
     """Read a column of a dataset.
 
@@ -59,19 +53,13 @@ def load(
         revision: branch, tag or commit on the hub; None: main.
         limit: number of rows, from the first; None: all.
         every: 8: only each eighth of these, from the first; 1: all.
-        template: checkpoint: the tokenizer's chat template, plain text if it has none; none: plain text; or a Jinja
-            file.
-        system: system prompt of rows without one of their own.
-        thinking: true or false: switches thinking in the template; None: the template's default.
-        options: further variables of the template.
-        turns: maximum messages of the user in a conversation; None: all.
-        checker: of answers: exact, contains, number, choice or python_syntax; None: none.
+        chat: see ``ChatOptions``.
 
     Raises:
         OSError: there is no such file, or the hub cannot be reached.
         ValueError: an invalid option, several files, a file in another format, a row without a prompt.
     """
-    how = chat_options(template, system, None, thinking, options, turns, checker)
+    how = chat_options(**chat)
     data = _local(path, file, revision) if Path(path).exists() else _fetched(path, file, revision)
     source = path if HUB_NAME.fullmatch(path) else Path(path).name
     columns = (column,) if answer is None else (column, answer)
