@@ -11,8 +11,7 @@ ARG EXTRAS=search
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 RUN python3 -c 'import venv, ensurepip' 2>/dev/null || { apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 python3-venv \
-    && rm -rf /var/lib/apt/lists/*; }
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 python3-venv; }
 
 WORKDIR /opt/spec-lab
 COPY pyproject.toml README.md LICENSE ./

@@ -36,8 +36,8 @@ def installed() -> list[Path]:
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.value):
         top, *below = point.value.split(".")
         spec = find_spec(top)
-        places = [Path(location, *below) for location in (spec.submodule_search_locations or () if spec else ())]
-        folder = next((place for place in places if place.is_dir()), None)
+        candidates = [Path(location, *below) for location in (spec.submodule_search_locations or () if spec else ())]
+        folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
         if folder is None:
             package = point.dist.name if point.dist else "a package"
             raise ValueError(

@@ -41,10 +41,10 @@ def broken(tables, arm):
 def done(tmp_path_factory):
     """The folder of a sweep of one run with nine groups, what its tracker heard, and what was printed."""
     folder, console, tracker = tmp_path_factory.mktemp("sweep"), Console(file=StringIO(), width=200), Heard()
-    own = lab((TEXTS * 4)[:-1], tracker=tracker, metrics={"mine": lengths, "broken": broken})
+    measured = lab((TEXTS * 4)[:-1], tracker=tracker, metrics={"mine": lengths, "broken": broken})
     sweep.plan(folder, [["a=1"]])
     out = folder / "a=1"
-    assert run(own, settings(out), CONFIG, console) == 0, "an error in a metric fails no run"
+    assert run(measured, settings(out), CONFIG, console) == 0, "an error in a metric fails no run"
     run_state.end(out, ["a=1"], "", 0, 1.0)
     return folder, tracker.heard, console.file.getvalue()
 

@@ -26,13 +26,13 @@ def by_request(tables, arm):
 
 
 def test_values_by_request_have_a_mean_with_an_interval_over_groups_and_a_number_has_none():
-    own = own_metrics({"mine": by_request}, TABLES, ARMS)
-    assert own.failures == [] and list(own.figures) == list(ARMS)
+    values = own_metrics({"mine": by_request}, TABLES, ARMS)
+    assert values.failures == [] and list(values.figures) == list(ARMS)
     means = [(n * n + (n + 1) ** 2) / 2 for n in range(0, 16, 2)]  # of the groups, which have equal sizes
-    assert own.figures["baseline"]["squares"] == pytest.approx(interval(means)._asdict())
-    count = own.figures["speculative"]["count"]
+    assert values.figures["baseline"]["squares"] == pytest.approx(interval(means)._asdict())
+    count = values.figures["speculative"]["count"]
     assert count["mean"] == 16 and math.isnan(count["low"]) and math.isnan(count["high"])
-    rows = pd.DataFrame(own.rows)
+    rows = pd.DataFrame(values.rows)
     assert len(rows) == len(ARMS) * (16 + 1) and rows.loc[rows["metric"] == "count", "request"].tolist() == [-1, -1]
 
 
@@ -43,9 +43,12 @@ def test_groups_in_which_a_request_broke_are_left_out_as_of_all_figures():
         chosen = tables.requests[tables.requests["arm"] == arm].set_index("request")
         return {"number": chosen.index.to_series(), "count": len(chosen)}
 
-    own = own_metrics({"mine": numbers}, Tables(pd.DataFrame(), pd.DataFrame(), requests), ARMS)
+    values = own_metrics({"mine": numbers}, Tables(pd.DataFrame(), pd.DataFrame(), requests), ARMS)
     for arm in ARMS:
-        assert own.figures[arm]["count"]["mean"] == 14 and own.figures[arm]["number"]["mean"] == sum(range(2, 16)) / 14
+        assert (
+            values.figures[arm]["count"]["mean"] == 14
+            and values.figures[arm]["number"]["mean"] == sum(range(2, 16)) / 14
+        )
 
 
 def series(*values, index=None):
@@ -78,21 +81,21 @@ def series(*values, index=None):
 )
 def test_a_wrong_value_costs_only_itself_and_names_part_and_value(returned, words):
     good = dict(returned) | {"good": 1.0} if isinstance(returned, dict) else returned
-    own = own_metrics({"mine": lambda tables, arm: good, "other": lambda tables, arm: {"fine": 2}}, TABLES, ARMS)
-    (message,) = own.failures
+    values = own_metrics({"mine": lambda tables, arm: good, "other": lambda tables, arm: {"fine": 2}}, TABLES, ARMS)
+    (message,) = values.failures
     assert message.startswith("metrics.mine") and all(word in message for word in words)
     assert "speculative, baseline" in message
-    assert list(own.figures["baseline"]) == ["good"] * isinstance(returned, dict) + ["fine"]
+    assert list(values.figures["baseline"]) == ["good"] * isinstance(returned, dict) + ["fine"]
 
 
 def test_an_error_names_part_place_and_the_column_that_was_meant():
     def wrong(tables, arm):
         return {"x": tables.requests["tokenz"].sum()}
 
-    own = own_metrics({"mine": wrong}, TABLES, ["baseline"])
-    (message,) = own.failures
+    values = own_metrics({"mine": wrong}, TABLES, ["baseline"])
+    (message,) = values.failures
     assert message.startswith("metrics.mine raised KeyError") and f"{__file__}:" in message
-    assert "'tokenz'" in message and "requests has 'tokens'" in message and own.rows == []
+    assert "'tokenz'" in message and "requests has 'tokens'" in message and values.rows == []
 
 
 def test_two_metrics_cannot_share_a_name_nor_change_the_tables():
@@ -100,8 +103,8 @@ def test_two_metrics_cannot_share_a_name_nor_change_the_tables():
         tables.requests["request"] = 0
         return {"x": 1}
 
-    own = own_metrics({"mine": changing, "other": changing}, TABLES, ["baseline"])
-    assert own.figures["baseline"]["x"]["mean"] == 1 and "another metric" in own.failures[0]
+    values = own_metrics({"mine": changing, "other": changing}, TABLES, ["baseline"])
+    assert values.figures["baseline"]["x"]["mean"] == 1 and "another metric" in values.failures[0]
     assert TABLES.requests["request"].nunique() == 16
 
 
