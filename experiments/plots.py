@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import GREY, STYLE
-from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.metrics.paired import Totals, acceptance_totals, change, speedup_totals
 from spec_lab.analysis.roofline_text import baselines_in_words
 from spec_lab.results.sweep import collect, runs
@@ -87,7 +86,6 @@ def swept(sweep: Path) -> pd.DataFrame:
     plain = table[table["arm"] == "baseline"].set_index("run")["repeated_8gram_share"]
     table = table[table["arm"] != "baseline"].copy()
     table["recorded"], table["baseline_repeated_8grams"] = table["arm"], table["run"].map(plain)
-    table["arm"] = sweeps.named(table)["arm"]
     return table.reset_index(drop=True)
 
 

@@ -124,19 +124,14 @@ run = spec_lab.run(
 
 # %% [markdown]
 # Before decoding, the run checks that the verifier supports such drafts. At its end it enumerates a few steps of this
-# proposer on toy models: *lossless, certified by enumeration*. Rows call the arm of the proposer `speculative`;
-# `with_names` replaces this key by the proposer's name.
+# proposer on toy models: *lossless, certified by enumeration*. In rows the arm of a proposer has its name.
 
 # %%
-import json
-
 import pandas as pd
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.names import names_in_manifest, with_names
 
-manifest = json.loads(Path("measured/manifest.json").read_text())
-tables = with_names(metrics.load("measured"), names_in_manifest(manifest))
+tables = metrics.load("measured")
 steps = {arm: metrics.decode_steps(tables.steps, arm) for arm in ("recent", "ngram")}
 pd.DataFrame(
     {

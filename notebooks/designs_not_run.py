@@ -85,7 +85,7 @@ import numpy as np
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.intervals import cluster_interval
 
-steps = metrics.decode_steps(metrics.load(Path("measured")).steps, "speculative")
+steps = metrics.decode_steps(metrics.load(Path("measured")).steps, "draft_chain")
 measured = cluster_interval(steps["emitted_kept"], np.ones(len(steps)), steps["request"])
 [predicted] = known[(known["verifier"] == "token") & (known["shape"] == "1x1x1")].to_dict("records")
 print(f"predicted {predicted['tau']:.2f} [{predicted['low']:.2f}, {predicted['high']:.2f}]")

@@ -47,20 +47,15 @@ run = spec_lab.run(
 #
 # `manifest.json` records the configuration, the code and the machine; `summary.json` holds every number above and more.
 # All numbers and figures are computed from three tables: `forwards` has a row for each step of the batch, `steps` for
-# each sequence in a step, `requests` for each prompt and arm. Rows call the arm of the proposer `speculative`,
-# whichever proposer it is, so that runs can be compared; `with_names` replaces this key by the proposer's name.
+# each sequence in a step, `requests` for each prompt and arm. The arm of a proposer has its name.
 
 # %%
-import json
-
 from IPython.display import display
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.names import names_in_manifest, with_names
 
 print(*sorted(str(file) for file in Path("first").rglob("*") if file.is_file()), sep="\n")
-recorded = metrics.load("first")
-tables = with_names(recorded, names_in_manifest(json.loads(Path("first/manifest.json").read_text())))
+tables = metrics.load("first")
 display(tables.requests[["request", "arm", "prompt_tokens", "decode_tokens", "decode_seconds", "finish"]].head(4))
 display(
     tables.steps[["request", "arm", "forward", "nodes", "path", "accepted", "emitted", "expected_accepted"]].head(4)

@@ -81,12 +81,10 @@ killed = sweep.runs(folder)
 #
 # `collect` puts all runs that are done into one tidy table: a row for each run and arm, a column for each option that
 # the sweep set, then the figures of `summary.json`. (`python -m spec_lab collect DIR` writes it as parquet and CSV.)
-# The table calls the arm of the proposer `speculative`; `named` replaces this key by the proposer's name.
+# The arm of a proposer has its name.
 
 # %%
-from spec_lab.analysis.metrics import sweeps
-
-table = sweeps.named(sweep.collect(folder))
+table = sweep.collect(folder)
 columns = ["arm", "proposer.depth", "sampling", "tau_pooled", "expected_tau", "nodes_per_step"]
 chains = table[table["arm"] == "draft_chain"]
 print(f"{len(table)} rows, {len(table.columns)} columns")
@@ -127,7 +125,7 @@ from spec_lab.analysis import metrics
 deepest = chains[chains["proposer.depth"] == 5].set_index("sampling")["run"]
 figure, panels = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
 for axes, (sampling, run) in zip(panels, deepest.items(), strict=True):
-    steps = metrics.decode_steps(metrics.load(folder / run).steps, "speculative")
+    steps = metrics.decode_steps(metrics.load(folder / run).steps, "draft_chain")
     share = steps["accepted"].value_counts(normalize=True).sort_index()
     axes.bar(share.index, share, color=figures.colours(["draft_chain"])["draft_chain"])
     axes.set(xlabel="tokens accepted in a step", title=f"draft_chain, {sampling}", xticks=range(6))

@@ -129,7 +129,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.intervals import cluster_interval
 
 tables = metrics.load("measured")
-names = {"speculative": "Medusa heads", "ngram": "prompt lookup"}
+names = {"medusa": "Medusa heads", "ngram": "prompt lookup"}
 rows = {}
 for arm, name in names.items():
     steps = metrics.decode_steps(tables.steps, arm)

@@ -33,7 +33,7 @@ OPTIONS = [
     "+experiment=medusa_tree", "proposer.tree=2x1", "prompts=code", "prompts.limit=4", "max_new_tokens=32",
     "sampling=greedy", "batch_size=1", "threads=1",
 ]  # fmt: skip
-ARMS = {"autoregressive": "baseline", "medusa_tree": "speculative"}  # name here: arm in summary.json
+ARMS = {"autoregressive": -1, "medusa_tree": 0}  # name here: place of the arm in summary.json
 BOUND = 0.9  # default of --bound
 PAIRS = 6  # default of --pairs
 
@@ -89,8 +89,11 @@ def measure(tree: Path) -> dict:
         if tree not in package.parents:
             raise SystemExit(f"{tree} cannot be measured: python imports spec_lab from {package}")
         run([sys.executable, "-m", "spec_lab", *OPTIONS, "output_dir=measured"], tree, folder)
-        arms = json.loads((Path(folder) / "measured" / "summary.json").read_text())["arms"]
-    return {"workload": WORKLOAD, "tokens_per_second": {a: arms[key]["tokens_per_second"] for a, key in ARMS.items()}}
+        arms = [*json.loads((Path(folder) / "measured" / "summary.json").read_text())["arms"].values()]
+    return {
+        "workload": WORKLOAD,
+        "tokens_per_second": {a: arms[place]["tokens_per_second"] for a, place in ARMS.items()},
+    }
 
 
 def measured(tree: Path) -> dict:

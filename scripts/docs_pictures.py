@@ -290,14 +290,13 @@ def draw_measuring(run: Path) -> Figure:
     """Draw the groups of a run with its arms in their order, and what became of the baseline's decode time."""
     requests = pd.read_parquet(run / "requests.parquet")
     summary = json.loads((run / "summary.json").read_text())
-    arms = {"baseline": ("baseline", BASELINE), "speculative": ("proposer", COLOURS[1])}
     groups = sorted(requests["group"].unique())
     figure = Figure(figsize=(WIDTH, 4.8), layout="constrained")
     axes, below = figure.subplots(2, height_ratios=(len(groups), 1.6))
     for group in groups:
         start = 0.0
         for request in requests[requests["group"] == group].sort_values("order").itertuples():
-            label, colour = arms[request.arm]
+            label, colour = ("baseline", BASELINE) if request.arm == "baseline" else ("proposer", COLOURS[1])
             seen = label in axes.get_legend_handles_labels()[1]
             axes.barh(group, request.decode_seconds, 0.62, left=start, color=colour, label=None if seen else label)
             speed = f"{request.decode_tokens / request.decode_seconds:.0f} tokens/s"

@@ -129,7 +129,7 @@ def test_the_metric_and_the_tracker_of_their_page_have_the_values_of_the_run(qui
     means = {name: value["mean"] for name, value in summary["metrics"].items()}
     assert means.keys() == {"words", "slow_start"} and all(mean > 0 for mean in means.values())
     (line,) = (tmp_path / "here" / "tracked.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"arm": "speculative", **means}
+    assert json.loads(line) == {"arm": summary["proposer"], **means}
 
 
 @pytest.mark.nightly

@@ -75,7 +75,11 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: 
 
 
 def tiny_target(
-    family: str = "llama", attention: Attention = "spans", chunk: int = 512, context: int = CONTEXT, **changes: Any
+    family: str = "llama",
+    attention: Attention = "per_sequence",
+    chunk: int = 512,
+    context: int = CONTEXT,
+    **changes: Any,
 ) -> Target:
     """A target around a tiny model; it has no tokenizer."""
     model = tiny_model(family, **changes)

@@ -53,7 +53,7 @@ class Case:
     name: str
     verifier: str
     shape: str
-    recording: tuple[str, str] = (POSITIONS, "speculative")
+    recording: tuple[str, str] = (POSITIONS, "draft_chain")
     drawn: str = "iid"
     temperature: float | None = None
     confidence: float = 0.0

@@ -47,7 +47,6 @@ def published_table(table: pd.DataFrame, keys: Sequence[str]) -> DataTable:
     """
     from spec_lab.analysis.metrics import sweeps
 
-    table = sweeps.named(table)
     figures = [*(name for name in PUBLISHED if name in table), *own_figures(table)]
     if not figures:
         raise ValueError(f"the runs have none of the figures {', '.join(PUBLISHED)}: a table has nothing to show")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spec_lab.analysis.names import arm_names
 from spec_lab.results.manifest import with_parts
 
 
@@ -18,7 +17,6 @@ def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mappi
         begun: the same in the manifest; of a resumed run, from when it began.
     """
     lines, first = [], dict[tuple[str, str], str]()
-    names = arm_names({arm: facts.get("name") for arm, facts in begun.items()})
     main, now = next(iter(begun), ""), with_parts(now)
     for name, facts in with_parts(begun).items():
         if "costs_measured" not in facts:
@@ -37,7 +35,7 @@ def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mappi
             f"calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau {facts['expected_tokens']:.2f} "
             f"({origin})"
         )
-        shown, same = f"{names[arm]}{dot}{part}", first.get((what, tree))
+        shown, same = f"{arm}{dot}{part}", first.get((what, tree))
         first.setdefault((what, tree), shown)
         lines.append(
             f"{shown}: the same tree as {same}." if same else f"{shown}: {what}; repeat it with {option}='{tree}'"

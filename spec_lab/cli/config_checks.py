@@ -210,7 +210,10 @@ def check_gguf(config: DictConfig) -> None:
     ours = target.get("_target_") == SMOLLM2
     if target.get("_target_") != GGUF and not (ours and target.get("engine", "llama.cpp") == "llama.cpp"):
         return
-    name, instead = "gguf", "target=zoo with target.path=FILE.gguf, whose weights transformers computes dequantised"
+    name, instead = (
+        "gguf",
+        "target=transformers with target.path=FILE.gguf, whose weights transformers computes dequantised",
+    )
     if ours:
         name, instead = "smollm2", "target.engine=transformers"
     every = {part: config.get(part) for part in ("task", "sampling")}

@@ -18,6 +18,14 @@ ELSEWHERE = {
     "prompt_lookup_max": "proposer.max_ngram",
     "prompt_lookup_min": "proposer.min_ngram",
     "draft_max": "proposer.depth",
+    "draft_p_min": "proposer.confidence",
+    "model_draft": "proposer.path",
+    "speculative_draft_model_path": "proposer.path",
+    "model_path": "target.path",
+    "ctx_size": "target.context",
+    "context_length": "target.context",
+    "max_num_seqs": "batch_size",
+    "max_running_requests": "batch_size",
     "num_assistant_tokens": "proposer.depth",
     "speculative_model": "proposer.path",
     "draft_model": "proposer.path",
@@ -30,9 +38,6 @@ ELSEWHERE = {
     "top_p": "sampling.top_p",
 }
 """Options by their names in vLLM, SGLang, llama.cpp and transformers."""
-
-ANOTHER = {"target=hf": "target=zoo target.path=MODEL", "target=transformers": "target=zoo target.path=MODEL"}
-"""Choices that have another name here."""
 
 MOST_LISTED = 20
 """Most names that are listed in a line."""
@@ -116,8 +121,6 @@ def of_choice(group: str, name: str, known: Sequence[str]) -> str:
         known: names of its options.
     """
     given = f"{group}={name}"
-    if given in ANOTHER:
-        return f"{given} is not an option of conf/{group}: write {ANOTHER[given]}"
     near = get_close_matches(name, known, 2)
     plus = "+" * (group == "experiment")
     if near:

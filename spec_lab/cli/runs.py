@@ -53,30 +53,26 @@ class Run:
 
     @property
     def tables(self) -> Tables:
-        """The rows of a run: ``forwards``, ``steps`` and ``requests``, with the arms' names as tables show them.
+        """The rows of a run: ``forwards``, ``steps`` and ``requests``.
 
         Raises:
             ValueError: it is a sweep, whose ``runs`` have rows.
         """
         from spec_lab.analysis import metrics
-        from spec_lab.analysis.names import names_in_manifest, with_names
         from spec_lab.results.manifest import begun
 
-        manifest = begun(self.folder)
-        if manifest is None:
+        if begun(self.folder) is None:
             raise ValueError(f"{self.folder} is a sweep, which has no rows of its own: read run.runs[0].tables")
-        return with_names(metrics.load(self.folder), names_in_manifest(manifest))
+        return metrics.load(self.folder)
 
     @property
     def table(self) -> pd.DataFrame:
         """The figures, a row for each arm; of a sweep for each arm of each run that is done, with the options."""
         import pandas as pd
 
-        from spec_lab.analysis.metrics.sweeps import named
-
         if sweep.is_sweep(self.folder):
-            return named(sweep.collect(self.folder))
-        return named(pd.DataFrame([{"run": self.folder.name} | row for row in figure_rows(self.folder)]))
+            return sweep.collect(self.folder)
+        return pd.DataFrame([{"run": self.folder.name} | row for row in figure_rows(self.folder)])
 
     @property
     def runs(self) -> list[Run]:

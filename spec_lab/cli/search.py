@@ -67,7 +67,7 @@ def figures(config: DictConfig, objective: str) -> list[str]:
 
     names = metrics.returned_names(own_metrics(config))
     known = [objective] * objective.startswith(OWN) if names is None else [f"{OWN}{name}.mean" for name in names]
-    return [*_numbers(metrics.summarise(metrics.Tables.empty(), "speculative")), *known]
+    return [*_numbers(metrics.summarise(metrics.Tables.empty(), "")), *known]
 
 
 def _numbers(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:

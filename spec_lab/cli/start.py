@@ -62,7 +62,7 @@ def with_trees(config: DictConfig, trees: Mapping[str, str | int]) -> DictConfig
     for name, tree in trees.items():
         arm, dot, part = name.partition(".")
         chosen, later = ("depth", "auto") if isinstance(tree, int) else ("tree", "calibrated")
-        option = f"{'proposer' if arm == 'speculative' else f'arms.{arm}'}{dot}{part}.{chosen}"
+        option = f"{f'arms.{arm}' if arm in (config.get('arms') or ()) else 'proposer'}{dot}{part}.{chosen}"
         if OmegaConf.select(config, option) == later:
             OmegaConf.update(config, option, tree)
     return config

@@ -65,7 +65,7 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
     from spec_lab.analysis.metrics import sweeps
     from spec_lab.analysis.roofline_text import baselines_in_words
 
-    console, table = console or standard_output(), sweeps.named(sweep.collect(folder))
+    console, table = console or standard_output(), sweep.collect(folder)
     if "tau_pooled" not in table or not len(table):
         return
     shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]

@@ -138,8 +138,10 @@ def _advice(
         others.append(("target.kv_dtype=null", attention, fixed, None))
     if fixed:
         others.append(("target.graphs=false", attention, False, kv_dtype))
-    if attention == "spans" and not parallel:
-        others.append(("target.attention=dense" + " and target.graphs=false" * fixed, "dense", False, kv_dtype))
+    if attention == "per_sequence" and not parallel:
+        others.append(
+            ("target.attention=dense_mask" + " and target.graphs=false" * fixed, "dense_mask", False, kv_dtype)
+        )
     for name, other, shapes, stored in others:
         LOG.info("The self-check failed: trying %s", name)
         try:

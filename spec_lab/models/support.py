@@ -107,7 +107,7 @@ def context_of(path: str, config: Any, context: int | None) -> int:
 
 
 PAIRS = (
-    ("tensor_parallel", "attention=dense"), ("graphs", "attention=dense"), ("graphs", "device_map"),
+    ("tensor_parallel", "attention=dense_mask"), ("graphs", "attention=dense_mask"), ("graphs", "device_map"),
     ("graphs", "tensor_parallel"), ("kv_dtype", "tensor_parallel"),
 )  # fmt: skip
 """Options of a target that do not go together."""
@@ -138,7 +138,7 @@ def refuse_options(model: Any, options: Mapping[str, bool]) -> None:
     Raises:
         Unsupported: names the option.
     """
-    kind, recurrent = f"(model type '{model.config.model_type}')", ("attention=dense", "tensor_parallel", "graphs")
+    kind, recurrent = f"(model type '{model.config.model_type}')", ("attention=dense_mask", "tensor_parallel", "graphs")
     if is_recurrent(model.config) and (wrong := [name for name in recurrent if options[name]]):
         raise Unsupported(f"target.{wrong[0]} does not support models with recurrent layers {kind}: leave it out")
     if options["kv_dtype"] and (why := why_no_kv_dtype(model)):
@@ -195,7 +195,7 @@ def refuse_by_name(config: Any) -> None:
         raise Unsupported(f"model type '{kind}' is not supported: {why}")
 
     if kind == "xglm":
-        refuse("its code in transformers supports neither attention=spans nor attention=dense")
+        refuse("its code in transformers supports neither attention=per_sequence nor attention=dense_mask")
     if kind in NOT_FULL_ATTENTION:
         refuse("it does not attend to all earlier tokens in every layer")
     if kind in OWN_CACHE:

@@ -144,7 +144,7 @@ class Target:
         revision: Filled | None = None,
         device: str | None = "auto",
         dtype: str = "auto",
-        attention: Attention = "spans",
+        attention: Attention = "per_sequence",
         context: Count | None = None,
         chunk: Count = 512,
         device_map: str | Mapping[str, str | int] | None = None,
@@ -167,7 +167,8 @@ class Target:
             device: auto, cpu, cuda, cuda:N. auto: a GPU where there is one, unless device_map or tensor_parallel is
                 set. None: as auto.
             dtype: auto, bfloat16, float16, float32, float64. auto: bfloat16, but float32 on a CPU that is faster in it.
-            attention: spans: on this engine's KV cache; dense: slower, for models without AttentionInterface.
+            attention: per_sequence: each sequence over its own cells of the KV cache; dense_mask: one mask over all
+                cells, slower, for models without AttentionInterface.
             context: maximum tokens of a sequence; None: the model's own limit.
             chunk: maximum prompt tokens computed in one forward.
             device_map: auto, balanced, {module: device, ...}: layers on several devices. With "auto" or "balanced"
@@ -201,12 +202,12 @@ class Target:
                 be fetched; a GGUF file that cannot be dequantised into the cache. The message names the file.
             Unsupported: the model fails the self-check, or is of a kind that is known to fail; a package is missing
                 that the quantization requires; a quantization that is not supported; the model has recurrent layers,
-                and ``attention`` is "dense", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has ALiBi
-                biases, and ``kv_dtype`` is set.
+                and ``attention`` is "dense_mask", or ``tensor_parallel``, ``graphs`` or ``kv_dtype`` is set; it has
+                ALiBi biases, and ``kv_dtype`` is set.
         """
         device = "auto" if device is None else device
         options = {
-            "attention=dense": attention == "dense", "device_map": device_map is not None, "graphs": graphs,
+            "attention=dense_mask": attention == "dense_mask", "device_map": device_map is not None, "graphs": graphs,
             "tensor_parallel": tensor_parallel, "kv_dtype": kv_dtype not in (None, dtype), "device": device != "auto",
         }  # fmt: skip
         refuse_pairs(options)

@@ -41,14 +41,14 @@ class RecordedPolicy(Policy):
 
     @staticmethod
     @checked
-    def load(target: Target, proposer: Proposer, path: Filled, arm: str = "speculative") -> RecordedPolicy:
+    def load(target: Target, proposer: Proposer, path: Filled, arm: str | None = None) -> RecordedPolicy:
         """Read the decisions of a finished run.
 
         Args:
             target: of this run.
             proposer: of this run.
             path: the other run's folder.
-            arm: which of its proposers; speculative: the one of proposer=.
+            arm: which of its proposers; None: the one of proposer=, its first.
 
         Raises:
             ValueError: no run there, no decisions of that arm, or a run with forks.
@@ -60,6 +60,7 @@ class RecordedPolicy(Policy):
         manifest = begun(folder)
         if manifest is None:
             raise WrongOption(f"path={path} is no folder of a run: it has no manifest.json")
+        arm = next(iter(manifest["arms"]), "") if arm is None else arm
         tables = load(folder)
         steps = tables.steps
         rows = steps[steps["arm"] == arm]

@@ -25,6 +25,7 @@ from spec_lab.core.machine import processor
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sources
+from spec_lab.results.old_names import arm_names, with_arms
 from spec_lab.results.redact import without_secrets
 from spec_lab.results.run_names import UNIDENTIFYING
 
@@ -225,6 +226,7 @@ def begun(out: Path) -> dict[str, Any] | None:
         there = read_json(file)
         if there is not None:
             expect(there, SHAPE, "")
+            there = with_arms(there, arm_names(there))
     except ValueError as error:
         raise Unreadable(f"{file} is not a manifest ({error}); choose another output_dir=DIR, or remove it") from error
     return there

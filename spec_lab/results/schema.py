@@ -9,7 +9,7 @@ _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 FORWARDS = {
     "id": (_TEXT, "group/arm/forward"),
     "group": (_WHOLE, "number of the group of prompts decoded together"),
-    "arm": (_TEXT, "'speculative', 'baseline', or the name of another arm"),
+    "arm": (_TEXT, "the name of the arm's proposer, 'baseline', or the name of another arm"),
     "forward": (_WHOLE, "number of the forward in its group and arm, from 0"),
     "prefill": (_FLAG, "whether this forward computed the prompts; decode time and tau start after it"),
     "live": (_WHOLE, "sequences of this forward"),

@@ -150,7 +150,7 @@ class TableParts:
         stem, _, part = file.stem.partition("-")
         name = TABLES.get(stem, stem)
         try:
-            table = with_columns(read_table(file))
+            table = with_columns(read_table(file), self.out)
             return _fitted(table, self._schema(name, table.column_names), self.optional[name].names)
         except FileNotFoundError:
             raise

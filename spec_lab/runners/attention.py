@@ -1,9 +1,9 @@
 """Attention of transformers' models over cells of the KV cache, sequence by sequence.
 
-One function, registered with transformers' ``AttentionInterface`` (``spans``), runs over views of the cells.
+One function, registered with transformers' ``AttentionInterface`` (``per_sequence``), runs over views of the cells.
 transformers hands each layer's new keys and values to the object that stands in for its cache (``Pack``), which writes
 them into their cells and passes itself on to the attention function. One dense mask over all sequences
-(``attention="dense"``) is a slow reference for tests.
+(``attention="dense_mask"``) is a slow reference for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spec_lab.runners.softmax import Softmax, causal_mask, torch_attention
 SPANS = "spec_lab_spans"
 """The name under which attention over cells is registered with transformers."""
 
-Attention = Literal["spans", "dense"]
+Attention = Literal["per_sequence", "dense_mask"]
 
 
 class AttentionKind(NamedTuple):

@@ -62,8 +62,8 @@ class CausalLM(DraftRunner):
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
-        attention: "spans", over each sequence's own cells, or "dense" (the oracle, and the only way for models without
-            ``AttentionInterface``).
+        attention: "per_sequence", over each sequence's own cells, or "dense_mask" (the oracle, and the only way for
+            models without ``AttentionInterface``).
         chunk: longest part of a prompt computed in one forward.
         fixed: whether decoding steps run in fixed shapes (``graphs``), captured as CUDA graphs on a GPU.
         kv_dtype: in which keys and values are stored; None: in the model's.
@@ -72,14 +72,14 @@ class CausalLM(DraftRunner):
     def __init__(
         self,
         model: Any,
-        attention: Attention = "spans",
+        attention: Attention = "per_sequence",
         chunk: int = 512,
         fixed: bool = False,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        config, dense, recurrent = model.config, attention == "dense", bool(recurrent_layers(model.config))
+        config, dense, recurrent = model.config, attention == "dense_mask", bool(recurrent_layers(model.config))
         if recurrent and (fixed or dense):
-            raise ValueError("recurrent layers require attention=spans, without forwards of fixed shapes")
+            raise ValueError("recurrent layers require attention=per_sequence, without forwards of fixed shapes")
         self.kv_dtype = None if kv_dtype == model.dtype else kv_dtype
         if self.kv_dtype is not None and (why := why_no_kv_dtype(model)):
             raise ValueError(f"{why} require keys and values in the model's own data type")
@@ -87,7 +87,7 @@ class CausalLM(DraftRunner):
         devices = getattr(model, "hf_device_map", None) or {}
         split = len({str(device) for device in devices.values()}) > 1
         if fixed and (split or dense):
-            raise ValueError("forwards of fixed shapes require attention=spans, and all layers on one device")
+            raise ValueError("forwards of fixed shapes require attention=per_sequence, and all layers on one device")
         self.model, self.attention, self.fixed = model, attention, fixed
         self.model_settings = ModelSettings(attention, chunk, fixed, self.kv_dtype)
         self.dtype, self.device, self.layers = model.dtype, model.device, int(config.num_hidden_layers)
@@ -117,7 +117,7 @@ class CausalLM(DraftRunner):
         if attends and (dense or getattr(model, "_can_set_attn_implementation", lambda: True)()):
             model.set_attn_implementation(wanted)
         if dense and has_alibi(model):
-            raise NotImplementedError("its ALiBi biases require target.attention=spans")
+            raise NotImplementedError("its ALiBi biases require target.attention=per_sequence")
         adapted = attends and not dense and adapt(model)
         if attends and not dense and not adapted and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not compute attention by transformers' AttentionInterface")
@@ -172,8 +172,8 @@ class CausalLM(DraftRunner):
     @cached_property
     def why_no_layer_ranges(self) -> str:
         """Why it lacks the ability ``layer_ranges``; empty where it has it."""
-        if self.attention == "dense":
-            return "it computes attention=dense"
+        if self.attention == "dense_mask":
+            return "it computes attention=dense_mask"
         if self.recurrence is not None:
             return "it has recurrent layers"
         if self.fixed:

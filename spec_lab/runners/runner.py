@@ -202,7 +202,7 @@ def accept_chain(held: list[Any], nodes: Sequence[int] | np.ndarray) -> list[Any
 class ModelSettings(NamedTuple):
     """How a model of transformers is computed: the arguments of ``CausalLM`` after the model."""
 
-    attention: Attention = "spans"
+    attention: Attention = "per_sequence"
     chunk: int = 512
     fixed: bool = False
     kv_dtype: torch.dtype | None = None

@@ -21,7 +21,6 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics, tracking
 from spec_lab.analysis.console import say, standard_output
-from spec_lab.analysis.names import MAIN, names_in_manifest, renamed
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.tree_text import chosen_trees
 from spec_lab.core.device_memory import Peak
@@ -152,17 +151,17 @@ class _Groups:
         waiting = _waiting(arms, min(settings.batch_size, len(self.requests)))
         for line in (*chosen_trees(lab.facts(), facts["proposers"]), *waiting):
             say(console, line)
-        finished, names = self.recorder.finished(), names_in_manifest(facts)
+        finished = self.recorder.finished()
         todo = [number for number in self.groups if number not in finished]
         peak = Peak.start(lab.target.lm.device)
-        self._decode(dict.fromkeys(todo, 0), names)
+        self._decode(dict.fromkeys(todo, 0))
         repeated = 0
         while self.repeat_disturbed and (again := next_attempts(metrics.load(settings.output_dir), facts)):
             repeated += len(again)
             console.print(
                 f"Decoding {len(again)} disturbed groups again: {', '.join(map(str, again))}", highlight=False
             )
-            self._decode(again, names)
+            self._decode(again)
         used: dict[str, Any] = {"memory": {**(facts.get("memory") or {}), **peak.facts(bool(todo or repeated))}}
         tables = self.recorder.gather()
         if lab.chat_facts() is not None:  # of the arm whose answers the later turns continue
@@ -179,7 +178,7 @@ class _Groups:
             summary = _summary(lab, settings, arms, tables, self.config, facts.get("roofline"), bounds, computed, bar)
             bar.set_postfix_str("comparing outputs")
             summary |= margins(lab, self.requests, tables)
-        summary |= metrics.run_verdict(tables, facts, names).summary()
+        summary |= metrics.run_verdict(tables, facts).summary()
         if settings.overrides is not None:  # of a sweep, which prints no result
             for failure in computed.failures:
                 LOG.warning("%s", failure)
@@ -190,7 +189,7 @@ class _Groups:
         done = len(self.recorder.finished())
         return done, f"the rows of {done} finished groups of {len(self.groups)} are in {self.settings.output_dir}"
 
-    def _decode(self, numbers: Mapping[int, int], names: Mapping[str, str]) -> None:
+    def _decode(self, numbers: Mapping[int, int]) -> None:
         """Decode groups, given by number with the number of the attempt, and write their rows."""
         lab, settings, arms = self.lab, self.settings, self.arms
         texts = TokenTexts.of(lab.target) if settings.records_drafts else None
@@ -202,16 +201,18 @@ class _Groups:
                 bar.set_postfix_str("")
             for number, attempt in numbers.items():
                 group = self.groups[number]
-                rows = decode_group(lab, settings, arms, names, number, group, bar, self.history, attempt)
+                rows = decode_group(lab, settings, arms, number, group, bar, self.history, attempt)
                 tokens = token_rows(number, rows.steps, texts) if texts is not None else []
                 if attempt:  # only now, so that a run that is stopped meanwhile keeps the attempt before
                     self.recorder.discard(number)
                 self.recorder.write(number, rows.forwards, rows.steps, rows.requests, rows.replay, tokens)
-                seen = tracking.group_figures(pd.DataFrame(rows.requests))
+                main = next((name for name, arm in arms.items() if isinstance(arm, Loop)), "")
+                seen = tracking.group_figures(pd.DataFrame(rows.requests), main)
                 if not self.repeat_disturbed:  # one that may be decoded again is logged at the end
                     lab.tracker.group(number, seen)
-                speeds = {series.rpartition("/")[0] or MAIN: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
-                bar.set_postfix(renamed(speeds, names))
+                bar.set_postfix(
+                    {key.rpartition("/")[0] or main: f"{speed:.3g} tokens/s" for key, speed in seen.items()}
+                )
 
 
 def one_of_several() -> bool:

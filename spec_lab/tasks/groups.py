@@ -39,7 +39,6 @@ def decode_group(
     lab: Lab,
     settings: Settings,
     arms: Mapping[str, GroupDecoder],
-    names: Mapping[str, str],
     number: int,
     group: Sequence[Turn],
     bar: Any,
@@ -52,7 +51,6 @@ def decode_group(
         lab: the parts.
         settings: the scalars.
         arms: by name.
-        names: under which arms are shown.
         number: of the group.
         group: the first turns of its conversations.
         bar: the progress bar; it counts requests, and prints why one broke.
@@ -82,7 +80,7 @@ def decode_group(
                 row = _row(lab, settings, outcome, answered, number, name, position, load, attempt)
                 rows.requests.append(row)
                 if outcome.error:
-                    bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
+                    bar.write(f"{name}: {outcome.error}", file=sys.stderr)
                 if len(replies[name][answered.conversation]) < turn and outcome.kept and outcome.finish not in BROKEN:
                     replies[name][answered.conversation].append(reply(row["text"], row["prompt"]))
             bar.update(len(todo[name]))
@@ -91,7 +89,7 @@ def decode_group(
             todo[name], broken = _next_turns(lab, settings, todo[name], answers)
             for outcome, answered in broken:
                 rows.requests.append(_row(lab, settings, outcome, answered, number, name, position, None, attempt))
-                bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
+                bar.write(f"{name}: {outcome.error}", file=sys.stderr)
                 bar.update(1)
     return rows
 

@@ -32,6 +32,7 @@ from spec_lab.decode.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
 from spec_lab.results import writer
+from spec_lab.results.old_names import MAIN_ARM
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.settings import Settings as Settings
 from spec_lab.text.chat_template import template_facts
@@ -156,10 +157,7 @@ class Lab:
         baseline = self.arm(settings, Null.load(self.target), Match())
         baseline = replace(baseline, record=replace(settings.recording, top=0))
         arms: dict[str, GroupDecoder] = {}
-        proposers = {"speculative": self.proposer, **self.more_proposers}
-        if isinstance(self.proposer, Null):
-            del proposers["speculative"]
-        for name, proposer in proposers.items():
+        for name, proposer in self.proposers().items():
             arms[name] = self.arm(settings, proposer, self.verifier)
             if (nodes := settings.batch_size * proposer.nodes) > MAX_NODES:
                 raise ValueError(
@@ -173,15 +171,28 @@ class Lab:
             raise ValueError(
                 "peers support neither constraints nor stop strings; set constraint=none and stop_strings=[]"
             )
-        taken = {"speculative", "baseline"} & {*self.more_proposers, *self.peers} | {*self.more_proposers} & {
-            *self.peers
-        }
-        if taken:
-            raise ValueError(f"two arms are called '{taken.pop()}'; rename one under arms or peers")
         arms |= self.peers
         if settings.baseline or not arms:
             arms["baseline"] = baseline
         return arms
+
+    def proposers(self) -> dict[str, Proposer]:
+        """Return the proposer of each arm, the main one first: its arm has its name. Null is the baseline, and no arm.
+
+        Raises:
+            ValueError: a name is used twice.
+        """
+        main = {} if isinstance(self.proposer, Null) else {self.proposer.name: self.proposer}
+        for name in (*self.more_proposers, *self.peers):
+            others = [*main, "baseline", *(self.peers if name in self.more_proposers else ())]
+            if name in others:
+                whose = "the arm of proposer=" if name in main else "another arm"
+                raise ValueError(
+                    f"two arms are called '{name}': {whose} has this name; rename the one under arms or peers"
+                )
+        if MAIN_ARM in {*main, *self.more_proposers, *self.peers}:
+            raise ValueError(f"an arm is called '{MAIN_ARM}', as older versions called that of proposer=; rename it")
+        return {**main, **self.more_proposers}
 
     def arm(self, settings: Settings, proposer: Proposer, verifier: Verifier) -> Loop:
         """Return the arm of a proposer and a verifier, with a prefix cache of its own if the settings ask for one.
@@ -315,11 +326,9 @@ class Lab:
 
     def facts(self) -> dict[str, Any]:
         """Facts that the proposers report, such as the tree they chose, by the name of their arm."""
-        first = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
-        proposers = {**first, **self.more_proposers}
         return {
             name: {"name": proposer.name, "drawn": proposer.drawn, **shared_store(proposer), **proposer.facts}
-            for name, proposer in proposers.items()
+            for name, proposer in self.proposers().items()
         }
 
     def chat_facts(self) -> dict[str, Any] | None:

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.metrics import cached_prompt_shares
-from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.results import serving as results
 from spec_lab.analysis.serving import serving_verdict, summarise
 from spec_lab.core.device_memory import Peak
@@ -142,7 +141,6 @@ def serve(
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
-    arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
     for arm in arms.values():
         check_requests(arm, stream, limits)
     segments = segments_of(stream, times, segment)

@@ -30,7 +30,7 @@ def write(
     folder: Path,
     tau: Sequence[float],
     gain: Sequence[float] | None = None,
-    arms: Sequence[str] = ("speculative",),
+    arms: Sequence[str] = ("repeat",),
     order: Sequence[int] | None = None,
     prompt: str = "prompt",
     baseline: bool = True,
@@ -127,7 +127,7 @@ def test_a_difference_that_exists_is_significant(tmp_path):
         interval = f"[×{faster.interval.low:.2f}, ×{faster.interval.high:.2f}]"
         assert interval in line and "16 groups," in line and "…" not in text
     assert figure(comparison, "tau_pooled").reference == metrics.tau_pooled(
-        metrics.decode_steps(metrics.load(a).steps, "speculative")
+        metrics.decode_steps(metrics.load(a).steps, "repeat")
     )
 
 
@@ -176,7 +176,7 @@ def test_the_speed_up_is_shown_as_in_the_run_and_its_geometric_mean_is_tested(tm
     a, b = write(tmp_path / "a", taus(12), gain), write(tmp_path / "b", taus(12), gain * noise(12, 1))
     comparison = compare([a, b])
     pooled, tested = figure(comparison, "speedup"), figure(comparison, "speedup_geometric_mean")
-    assert pooled.reference == metrics.speedup(metrics.load(a).requests, "speculative").mean
+    assert pooled.reference == metrics.speedup(metrics.load(a).requests, "repeat").mean
     assert tested.reference == pytest.approx(np.exp(np.log(gain).mean())) != pytest.approx(pooled.reference)
     assert (pooled.verdict, tested.verdict) == ("not tested", "not significant")
 

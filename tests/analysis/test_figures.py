@@ -39,7 +39,7 @@ def swept() -> pd.DataFrame:
     rows = [
         {"run": f"{p}{k}", "arm": arm, "proposer.depth": k, "proposer": p, "tau_pooled": 1 + k / 5, "speedup": k / 2,
          "speedup_low": k / 3, "speedup_high": k, "tau_pooled_low": 1.0, "tau_pooled_high": 2.0}
-        for p in ("a", "b") for k in (1, 2, 4) for arm in ("speculative", "baseline")
+        for p in ("a", "b") for k in (1, 2, 4) for arm in ("repeat", "baseline")
     ]  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -68,7 +68,7 @@ def test_every_axis_is_labelled(tables):
 
 def test_acceptance_draws_the_metrics(tables):
     survival, conditional = figures.acceptance(tables).axes
-    for arm, curve in zip(("speculative", "longer"), survival.lines, strict=True):
+    for arm, curve in zip(("repeat", "longer"), survival.lines, strict=True):
         steps = metrics.decode_steps(tables.steps, arm)
         np.testing.assert_allclose(curve.get_ydata(), metrics.survival(steps))
     np.testing.assert_allclose(conditional.lines[1].get_ydata(), metrics.conditional(steps))
@@ -89,7 +89,7 @@ def test_a_tree_shows_each_arm_that_drafts(tables):
     shown = figures.accepted_trees(tables, {"longer": [(0,), (1,)]}).axes
     assert [axes.get_label() for axes in shown] == [
         arm
-        for arm in ("speculative", "longer")
+        for arm in ("repeat", "longer")
         if arm == "longer" or len(frames.accepted_tree(metrics.decode_steps(tables.steps, arm)))
     ]
 
@@ -135,7 +135,7 @@ def test_an_svg_for_a_page_is_an_element_for_each_panel_with_ids_of_its_own(tabl
         ids = set(re.findall(r'\bid="([^"]*)', text))
         assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= ids
         assert all(element_id.startswith(f"{name}-") for element_id in ids)
-        assert "speculative" in text  # its text is text
+        assert "repeat" in text  # its text is text
 
 
 def test_siblings_are_laid_out_below_each_other():

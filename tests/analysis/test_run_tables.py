@@ -16,7 +16,7 @@ ROW = {
 
 def test_the_published_table_has_a_row_for_each_run_with_its_varied_options_and_no_baseline():
     varied = [{"run": "a", "proposer.depth": 2, "seed": 3}, {"run": "b", "proposer.depth": 8, "seed": 3}]
-    runs = [{"arm": "speculative", "proposer_name": "ngram", "speedup": 1.5, **ROW, **run} for run in varied]
+    runs = [{"arm": "ngram", "speedup": 1.5, **ROW, **run} for run in varied]
     base = [{"arm": "baseline", "proposer_name": "none", "tau_pooled": 1.0, **run} for run in varied]
     table = published_table(pd.DataFrame(runs + base), ["proposer.depth", "seed"])
     heads = ["proposer.depth", "speed-up [95 %]", "tau", "acceptance rate", "distinct_2 [95 %]"]

@@ -42,14 +42,14 @@ def done(tmp_path_factory):
 @pytest.mark.nightly
 def test_samples_have_the_formats_of_the_evaluators(done):
     files = {file.name: file.read_text() for file in write_samples(done)}
-    arms = ("speculative", "baseline")
+    arms = ("repeat", "baseline")
     assert set(files) == {f"HumanEval-{arm}.jsonl" for arm in arms} | {f"LiveCodeBench-{arm}.json" for arm in arms}
     lines = [json.loads(line) for line in files["HumanEval-baseline.jsonl"].splitlines()]
     assert lines == [
         {"task_id": "p0", "completion": "    return 1\n"},
         {"task_id": "p1", "completion": "\ndef f():\n    return 2\n"},
     ]
-    assert json.loads(files["LiveCodeBench-speculative.json"]) == [
+    assert json.loads(files["LiveCodeBench-repeat.json"]) == [
         {"question_id": "p2", "code_list": ["print(3)\n"]},
         {"question_id": "p3", "code_list": [""]},
     ]
@@ -79,7 +79,7 @@ def test_of_a_model_that_completes_texts_blocks_are_no_answers(done, tmp_path):
 def test_the_command_prints_the_files_and_refuses_other_runs(done, tmp_path, capsys):
     console = Console(file=StringIO(), width=300)
     assert command(["samples", str(done)], console) == 0
-    assert "HumanEval-speculative.jsonl" in console.file.getvalue()
+    assert "HumanEval-repeat.jsonl" in console.file.getvalue()
     assert command(["samples", str(tmp_path)]) == 1
     assert "holds no run" in capsys.readouterr().err
     assert run(lab(), settings(tmp_path / "other"), CONFIG, Console(file=StringIO())) == 0

@@ -39,7 +39,6 @@ def check(arguments):
         ("temperature=1", "sampling.temperature=1?"),
         ("max_tokens=5", "max_new_tokens=5?"),
         ("model=some/model", "target.path=some/model?"),
-        ("target=hf", "target=zoo target.path=MODEL"),
         ("verifer=token", "verifier=token?"),
         ("num_speculative_tokens=4", "proposer.depth, which this proposer does not have; it has path"),
         ("proposer=ngram num-speculative-tokens=4", "proposer.depth=4?"),

@@ -48,7 +48,7 @@ def test_a_run_has_tables_figures_report_and_markdown(here, options, capsys):
     assert (run.folder, run.code) == (Path("first"), 0)
     assert metrics.arms(run.tables) == ["ngram", "baseline"]
     assert run.table.set_index("arm")["tau_pooled"].to_dict() == pytest.approx(
-        {"ngram": run.summary["arms"]["speculative"]["tau_pooled"], "baseline": 1.0}
+        {"ngram": run.summary["arms"]["ngram"]["tau_pooled"], "baseline": 1.0}
     )
     assert run.result.sections[0].table.rows[0][0].text == "ngram"
     assert run.report() == here.relative_to(here) / "first" / "report.html" and run.report().is_file()

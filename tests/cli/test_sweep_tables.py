@@ -9,7 +9,7 @@ from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.results import run_names, run_state, sweep
 
 
-def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) -> list[str]:
+def swept(folder, jobs, monkeypatch, arms=("medusa",), without=(), **more) -> list[str]:
     """Return the printed lines of a sweep of these runs, all of them done; without some figures."""
     sweep.plan(folder, jobs)
     rows = []
@@ -30,7 +30,7 @@ def swept(folder, jobs, monkeypatch, arms=("speculative",), without=(), **more) 
 def test_each_varied_option_has_a_column_and_each_run_a_line(tmp_path, monkeypatch):
     jobs = [[f"arms.chain.depth={depth}", f"prompts={text}", "max_new_tokens=24", f"sampling.temperature={heat}"]
             for depth, text, heat in ((1, "code", 0.5), (12, "json", 1))]  # fmt: skip
-    lines = swept(tmp_path, jobs, monkeypatch, arms=("speculative", "ngram"))
+    lines = swept(tmp_path, jobs, monkeypatch, arms=("medusa", "ngram"))
     table = [line.split() for line in lines if line.strip("─ ")]
     assert " ".join(table[0]) == "depth prompts temperature arm speed-up [95 %] tokens/s tau expected tau"
     assert [row[:4] for row in table[1:5]] == [

@@ -146,7 +146,7 @@ def test_every_cell_is_freed(target, truth, ending):
     assert target.lm.cells.streams == streams, "the next group has the cells that this one had"
 
 
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["cold", "warm"])
 def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampling):
     target = tiny_target(attention=attention)
@@ -158,7 +158,7 @@ def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampl
         target.lm.model.lm_head.weight.data = target.lm.model.lm_head.weight.data.clone().nan_to_num()
     sick = (poison, *[7] * 40)
     group, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], sick, PROMPTS[2])))
-    if attention == "spans":
+    if attention == "per_sequence":
         assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
         assert emitted(group) == [well[0], [], well[1]]
         assert list(group.errors) == [group.sequences[1]]

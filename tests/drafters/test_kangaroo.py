@@ -227,6 +227,6 @@ def test_unknown_fields_are_refused_by_name(target, tmp_path):
 
 
 def test_a_target_that_cannot_run_ranges_of_layers_is_refused(tmp_path):
-    dense = tiny_target(attention="dense", num_hidden_layers=3)
-    with pytest.raises(Unsupported, match="kangaroo.*attention=dense"):
+    dense = tiny_target(attention="dense_mask", num_hidden_layers=3)
+    with pytest.raises(Unsupported, match="kangaroo.*attention=dense_mask"):
         kangaroo.load(dense, written(tmp_path, *adapter(H, 1)), depth=6)

@@ -218,7 +218,7 @@ def test_modules_of_other_families_agree_with_transformers_layers(tmp_path, fami
     config = AutoConfig.from_pretrained(folder)
     config._experts_implementation = "eager"  # has float64
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
-    lm = CausalLM(model, "dense" if family == "deepseek_v3" else "spans")
+    lm = CausalLM(model, "dense_mask" if family == "deepseek_v3" else "per_sequence")
     target = Target(lm, None, str(folder), CONTEXT, "0" * 64, 0.0)
     proposer = mtp.load(target, tree=TREE, drawn="without_replacement")
     layer = source.model.layers[DEPTH]
@@ -252,7 +252,7 @@ def test_modules_of_other_families_agree_with_transformers_layers(tmp_path, fami
 def test_a_checkpoint_of_deepseek_v3_with_a_module_drafts_after_loading(tmp_path):
     folder = checkpoint(tmp_path / "target")
     with_module(folder, "deepseek_v3")
-    target = Target.load(str(folder), dtype="float32", attention="dense")
+    target = Target.load(str(folder), dtype="float32", attention="dense_mask")
     group, steps = decode(target, mtp.load(target, depth=2), requests(new=8))
     assert emitted(group) == emitted(decode(target, Null(), requests(new=8))[0])
     assert sum(info.draft.shape.nodes for info in steps) > 20

@@ -37,7 +37,7 @@ class Family(NamedTuple):
         model_type: where it is not the family's name.
         seed: of its weights; one whose texts are no repetition of one token.
         context: maximum number of positions.
-        dense: whether ``attention=dense`` decodes it too.
+        dense: whether ``attention=dense_mask`` decodes it too.
         short: whether the short test run decodes it.
     """
 
@@ -267,8 +267,8 @@ windows and chunks shortened so that they matter, and refuses a model whose logi
 Of each family below a test (`tests/models/test_families.py`) builds a tiny random model whose windows and chunks are
 shorter than its texts. Greedy decoding emits the tokens of transformers' own `generate`: with chains and trees, for one
 request, a batch and with continuous batching, in shapes as they come and in fixed shapes (`target.graphs`), with
-`target.attention=dense`, and where the model drafts for itself, with a draft model, `early_exit` and `skip`. The dtype
-is that of the test. `python -m tests.models.families` writes this page.
+`target.attention=dense_mask`, and where the model drafts for itself, with a draft model, `early_exit` and `skip`. The
+dtype is that of the test. `python -m tests.models.families` writes this page.
 
 | `model_type` | attention | besides | dtype |
 |---|---|---|---|
@@ -276,7 +276,7 @@ is that of the test. `python -m tests.models.families` writes this page.
 POSITIONS_HEAD = """
 Families with positions or attention of their own, of which the same is checked:
 
-| `model_type` | positions and attention | also with `target.attention=dense` | dtype |
+| `model_type` | positions and attention | also with `target.attention=dense_mask` | dtype |
 |---|---|---|---|
 """
 RECURRENT = """

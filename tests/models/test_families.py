@@ -83,7 +83,7 @@ def truth(name, truths):
     return truths[name]
 
 
-def target_of(name, attention="spans", fixed=False):
+def target_of(name, attention="per_sequence", fixed=False):
     model = tiny_family(name)
     context = model_context(model.config)
     assert context == EVERY[name].context
@@ -103,9 +103,9 @@ def test_the_kinds_of_layers_and_the_self_check(name):
     model, family = tiny_family(name), EVERY[name]
     refuse_by_name(model.config)
     assert kinds_of(model.config) == family.kinds
-    for attention, fixed in (("spans", False), ("spans", True), ("dense", False)):
-        if attention == "dense" and not family.dense:
-            with pytest.raises(Unsupported, match=r"ALiBi .*target\.attention=spans"):
+    for attention, fixed in (("per_sequence", False), ("per_sequence", True), ("dense_mask", False)):
+        if attention == "dense_mask" and not family.dense:
+            with pytest.raises(Unsupported, match=r"ALiBi .*target\.attention=per_sequence"):
                 self_check(model, attention)
         else:
             assert self_check(model, attention, fixed).error < EXACT[family.dtype]
@@ -143,7 +143,7 @@ WAYS = {"alone": chain(3), "batch": TREE, "dense": TREE, "fixed": chain(3)}
     ],
 )
 def test_chains_and_trees_emit_the_tokens_of_generate(name, truth, way):
-    target = target_of(name, "dense" if way == "dense" else "spans", way == "fixed")
+    target = target_of(name, "dense_mask" if way == "dense" else "per_sequence", way == "fixed")
     texts, count = [], 0
     for group in [[request] for request in wanted()] if way == "alone" else [wanted()]:
         decoded, steps = decode(target, told(truth, WAYS[way]), group)
@@ -200,9 +200,9 @@ def test_packed_layers_pass_the_self_check(name):
         model = tiny_family(name, dtype)
         if pack(model) and name == "longcat_flash":  # its router reads the weight of a linear layer
             with pytest.raises(Unsupported):
-                self_check(model, "spans")
+                self_check(model, "per_sequence")
             unpack(model)
-        assert self_check(model, "spans").passed
+        assert self_check(model, "per_sequence").passed
 
 
 @POSITION_CASES
@@ -224,12 +224,12 @@ def test_a_forward_reads_nothing_back_and_can_be_captured(name, truth):
 @POSITION_CASES
 def test_a_copy_of_an_adapted_model_computes_with_its_own_weights(name):
     model = tiny_family(name)
-    self_check(model, "spans")
+    self_check(model, "per_sequence")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert self_check(twin, "spans").error < EXACT[POSITIONS[name].dtype]
+    assert self_check(twin, "per_sequence").error < EXACT[POSITIONS[name].dtype]
 
 
 def test_the_page_lists_what_is_tested():

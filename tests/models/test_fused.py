@@ -73,7 +73,7 @@ def test_modules_with_another_forward_stay():
 def test_dense_attention_stays():
     model = tiny_model()
     fuse(model)
-    life(CausalLM(model, "dense"), tiny_model())
+    life(CausalLM(model, "dense_mask"), tiny_model())
 
 
 def test_a_model_on_one_gpu_is_one_that_is_not_split():
@@ -123,7 +123,7 @@ def test_models_with_recurrent_layers_pass_the_self_check(family):
     """Some have norms with a gate, or multiply by the output of gate_proj last."""
     model = RECURRENT[family]()
     fuse(model)
-    assert self_check(model, "spans").passed
+    assert self_check(model, "per_sequence").passed
 
 
 class Refuses(LlamaRMSNorm):
@@ -175,7 +175,7 @@ def test_a_model_with_a_wrong_norm_is_unfused_and_checked_again(dtype, monkeypat
         layer.input_layernorm.__class__ = OneMore
     fuse(model)
     assert fused_modules(model)
-    check = target._fuse_checked(model, lambda: target._pack_checked(model, "spans", "weights", ProcessCache()))
+    check = target._fuse_checked(model, lambda: target._pack_checked(model, "per_sequence", "weights", ProcessCache()))
     assert check.passed and not fused_modules(model)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "without fused norms" in warning and "standard deviations" in warning

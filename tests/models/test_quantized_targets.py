@@ -88,7 +88,7 @@ def test_greedy_output_is_that_of_the_quantized_model(source, option, proposer):
 def test_merged_layers_and_dense_attention_work(source):
     require("torchao_int8")
     expected = load(source, "torchao_int8").plain_logits([1, 2, 3], 1)
-    for more in ({"graphs": True}, {"attention": "dense"}):
+    for more in ({"graphs": True}, {"attention": "dense_mask"}):
         loaded = load(source, "torchao_int8", **more)
         torch.testing.assert_close(loaded.plain_logits([1, 2, 3], 1), expected, rtol=1e-4, atol=1e-4)
 

@@ -120,8 +120,10 @@ def test_a_checkpoint_loads_and_passes_its_self_check(name, tmp_path):
     assert target.lm.capabilities.hidden_layers == (model.config.num_hidden_layers if attends else 0)
     rounded = Target.load(str(tmp_path), dtype="bfloat16")
     assert 1e-3 < rounded.self_check < rounded.tolerance
-    with pytest.raises(Unsupported, match=r"target\.attention=dense does not support models with recurrent layers"):
-        Target.load(str(tmp_path), dtype=dtype, attention="dense")
+    with pytest.raises(
+        Unsupported, match=r"target\.attention=dense_mask does not support models with recurrent layers"
+    ):
+        Target.load(str(tmp_path), dtype=dtype, attention="dense_mask")
     draft = DraftModel.load(target, str(tmp_path), depth=3)
     assert draft.sha256 == target.sha256
     with pytest.raises(ValueError, match="recurrent layers, .* proposer=draft_chain"):
@@ -137,10 +139,10 @@ def test_the_self_check_finds_states_that_are_not_restored(name, monkeypatch):
 
     monkeypatch.setattr(Advance, "__call__", unrestored)
     with pytest.raises(Unsupported, match="decodes forests wrongly"):
-        self_check(FAMILIES[name](), "spans")
+        self_check(FAMILIES[name](), "per_sequence")
 
 
-@pytest.mark.parametrize("option", ["attention=dense", "graphs=true", "kv_dtype=float16"])
+@pytest.mark.parametrize("option", ["attention=dense_mask", "graphs=true", "kv_dtype=float16"])
 def test_options_that_recurrent_layers_rule_out_are_refused_by_name(option, tmp_path):
     name, value = option.split("=")
     saved(tmp_path, FAMILIES["lfm2"]())

@@ -34,10 +34,10 @@ DEEPER = dict(num_hidden_layers=100, hidden_size=64, intermediate_size=96, num_a
 ], ids=["narrow", "deep", "deeper"])  # fmt: skip
 def test_deep_models_pass_in_every_data_type(sizes, dtype):
     model = tiny_model(dtype=dtype, **sizes)
-    check = self_check.self_check(model, "spans")
+    check = self_check.self_check(model, "per_sequence")
     assert check.error < 0.75 * check.allowed
     pack(model)
-    assert self_check.self_check(model, "spans").passed
+    assert self_check.self_check(model, "per_sequence").passed
 
 
 def sees_a_sibling(patch):
@@ -111,10 +111,10 @@ MUTANTS = (
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, torch.float64], ids=str)
 def test_every_fault_is_refused_in_every_data_type(mutant, dtype, monkeypatch):
     model = tiny_model(dtype=dtype, num_hidden_layers=4)
-    self_check.self_check(model, "spans")
+    self_check.self_check(model, "per_sequence")
     mutant(monkeypatch)
     with pytest.raises(Unsupported, match="decodes forests wrongly") as caught:
-        self_check.self_check(model, "spans")
+        self_check.self_check(model, "per_sequence")
     assert "target.dtype" not in str(caught.value)
 
 
@@ -124,10 +124,10 @@ def test_every_fault_is_refused_without_a_copy_in_float32(mutant, dtype, monkeyp
     """By the rounding of the model's own plain forwards."""
     monkeypatch.setattr(PlainForwards, "of", lambda model, whole=False: PlainForwards(model, None))
     model = tiny_model(dtype=dtype, num_hidden_layers=4)
-    self_check.self_check(model, "spans")
+    self_check.self_check(model, "per_sequence")
     mutant(monkeypatch)
     with pytest.raises(Unsupported, match="decodes forests wrongly"):
-        self_check.self_check(model, "spans")
+        self_check.self_check(model, "per_sequence")
 
 
 def test_every_captured_shape_is_replayed_with_other_tokens(monkeypatch):
@@ -144,7 +144,7 @@ def test_every_captured_shape_is_replayed_with_other_tokens(monkeypatch):
         return replay
 
     monkeypatch.setattr(causal_lm, "uncaptured", counting)
-    self_check.self_check(tiny_model(), "spans", fixed=True)
+    self_check.self_check(tiny_model(), "per_sequence", fixed=True)
     assert len(replays) > 2 and min(replays) >= 2
 
 
@@ -155,11 +155,11 @@ def test_kernels_that_are_wrong_in_one_data_type_are_refused_with_the_one_that_w
     def wrong(layer, x):
         return forward(layer, x) * (1.1 if x.dtype == BF16 and x.shape[-2] == 1 and layer.out_features == 48 else 1)
 
-    self_check.self_check(model, "spans")
+    self_check.self_check(model, "per_sequence")
     monkeypatch.setattr(nn.Linear, "forward", wrong)
     says = r"in torch\.bfloat16: .* in torch\.float32 by .*; set target\.dtype=float32, which works$"
     with pytest.raises(Unsupported, match=says):
-        self_check.self_check(model, "spans")
+        self_check.self_check(model, "per_sequence")
 
 
 def test_a_large_model_is_represented_by_layers_of_each_kind_that_share_its_weights(monkeypatch):
@@ -173,10 +173,10 @@ def test_a_large_model_is_represented_by_layers_of_each_kind_that_share_its_weig
     assert len(rounded.config.layer_types) == 4 and {parameter.dtype for parameter in exact.parameters()} == {F32}
     for part, whole in zip(find_layers(rounded)[2], find_layers(model)[2], strict=False):
         assert part is not whole and part.mlp.up_proj.weight is whole.mlp.up_proj.weight
-    assert self_check.self_check(model, "spans").passed
+    assert self_check.self_check(model, "per_sequence").passed
     monkeypatch.setattr(causal_lm, "layer_kinds", lambda config: {})
     with pytest.raises(Unsupported):
-        self_check.self_check(model, "spans")
+        self_check.self_check(model, "per_sequence")
     assert float32_copy._needed(tiny_model("llama4_text", num_hidden_layers=12)) == 4
     assert float32_copy._needed(tiny_model(num_hidden_layers=3)) is None
 
@@ -199,7 +199,7 @@ def test_first_layers_are_compared_on_any_device_where_a_copy_of_the_whole_does_
     monkeypatch.setattr(float32_copy, "available", lambda device: 4 * 2 * parameters_of(model) - 8)
     rounded, exact = float32_copy.comparable(model)
     assert rounded.config.num_hidden_layers == exact.config.num_hidden_layers == 4
-    check = self_check.self_check(model, "spans")
+    check = self_check.self_check(model, "per_sequence")
     assert check.passed and check.in_float32 and not caplog.records
     with pytest.raises(MemoryError):
         float32_copy.comparable(model, whole=True)
@@ -212,7 +212,7 @@ def test_a_model_with_wrong_packed_kernels_is_unpacked_and_checked_again(dtype, 
     forward = PackedLinear.forward
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: forward(self, x) * (1.1 if x.shape[-2] == 1 else 1))
     model = tiny_model(dtype=dtype)
-    check = target_module._pack_checked(model, "spans", "", ProcessCache())
+    check = target_module._pack_checked(model, "per_sequence", "", ProcessCache())
     assert check.passed and not any(isinstance(module, PackedLinear) for module in model.modules())
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "without packed linear layers" in warning and "standard deviations" in warning
@@ -221,7 +221,7 @@ def test_a_model_with_wrong_packed_kernels_is_unpacked_and_checked_again(dtype, 
 def test_a_fault_that_float32_shows_is_not_looked_for_in_packed_layers(monkeypatch):
     sees_a_sibling(monkeypatch)
     with pytest.raises(Unsupported) as caught:
-        self_check.self_check(tiny_model(dtype=BF16), "spans")
+        self_check.self_check(tiny_model(dtype=BF16), "per_sequence")
     assert type(caught.value) is Unsupported
 
 
@@ -280,7 +280,7 @@ def test_a_model_whose_logits_are_all_equal_passes_where_the_decoded_ones_are_to
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    assert self_check.self_check(model, "spans").error == 0 and "every token the same logit" in caplog.text
+    assert self_check.self_check(model, "per_sequence").error == 0 and "every token the same logit" in caplog.text
     model.lm_head.register_forward_hook(lambda _, args, logits: logits + args[0].shape[1])
     with pytest.raises(Unsupported, match="'llama' cannot be checked .*the same logit, the decoded forest does not"):
-        self_check.self_check(model, "spans")
+        self_check.self_check(model, "per_sequence")

@@ -58,7 +58,7 @@ def test_an_option_of_the_other_engine_is_refused(package, options, words):
     ("options", "code", "words"),
     [
         (["target=smollm2"], 1, ["task", "target.engine=transformers"]),
-        (["target=gguf", "target.path=a.gguf"], 1, ["task", "target=zoo", "dequantised"]),
+        (["target=gguf", "target.path=a.gguf"], 1, ["task", "target=transformers", "dequantised"]),
     ],
 )
 def test_training_names_the_engine_that_it_requires(quick_cli, options, code, words):

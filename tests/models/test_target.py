@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, attention):
     target = Target.load(str(folder), dtype=dtype, attention=attention)
     assert target.lm.dtype == getattr(torch, dtype)
@@ -79,9 +79,9 @@ def test_the_gpu_is_taken_where_there_is_one_and_this_is_said(folder, monkeypatc
         ({"device": "meta"}, "'meta'.* cpu, cuda"),
         ({"chunk": "abc"}, "chunk .*1 or more.*'abc'"),
         ({"chunk": 0}, "chunk .*1 or more.* 0"),
-        ({"attention": "foo"}, "attention .*spans, dense.*'foo'"),
+        ({"attention": "foo"}, "attention .*per_sequence, dense_mask.*'foo'"),
         ({"graphs": 1}, "graphs .*true or false.* 1"),
-        ({"graphs": True, "attention": "dense"}, "target.graphs .*target.attention=dense"),
+        ({"graphs": True, "attention": "dense_mask"}, "target.graphs .*target.attention=dense_mask"),
         ({"graphs": True, "device_map": "auto"}, "target.graphs .*target.device_map"),
         ({"context": True}, "true"),
         ({"path": 5}, "path .*a text"),
@@ -257,7 +257,7 @@ def test_the_self_check_measures_a_wrong_model():
     right = layer.forward
     layer.forward = lambda x: right(x + 0.1 * x.roll(1, dims=1))
     with pytest.raises(Unsupported, match=r"by 0\.\d+ standard deviations"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 def test_the_self_check_detects_a_rotation_that_depends_on_the_pack():
@@ -273,7 +273,7 @@ def test_the_self_check_detects_a_rotation_that_depends_on_the_pack():
 
     model.model.rotary_emb = Switching()
     with pytest.raises(Unsupported, match="forests"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 @pytest.mark.parametrize("asked", ["sliding_window", "head_mask"])
@@ -283,15 +283,15 @@ def test_attention_that_the_engine_does_not_compute_is_refused(asked):
     right = attention.forward
     attention.forward = lambda *args, **more: right(*args, **more, **{asked: 8.0})
     with pytest.raises(Unsupported, match=f"attention .*{asked}"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 def test_a_dtype_in_which_the_model_s_own_code_fails_is_named_with_one_that_works():
     sizes = COMMON | dict(num_key_value_heads=2, num_local_experts=4)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes))
     with pytest.raises(Unsupported, match=r"'mixtral' is not supported in float64: .*set target\.dtype=float32"):
-        self_check(model.double().eval(), "spans")
-    assert self_check(model.float(), "spans").error < 1e-3
+        self_check(model.double().eval(), "per_sequence")
+    assert self_check(model.float(), "per_sequence").error < 1e-3
 
 
 def test_complex_rotations_are_checked():
@@ -301,7 +301,7 @@ def test_complex_rotations_are_checked():
     assert right(torch.zeros(1), position_ids=torch.arange(2)[None]).is_complex()
     rotary.forward = lambda x, position_ids: right(x, position_ids) * (1 + (position_ids.max() > 100))
     with pytest.raises(Unsupported, match="forests"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
@@ -313,10 +313,10 @@ def test_the_rotations_of_each_kind_of_layer_are_checked(kind):
     def switching(x, position_ids, layer_type):
         return right(x, position_ids * (1 + (layer_type == kind and position_ids.max() > 100)), layer_type)
 
-    self_check(model, "spans")
+    self_check(model, "per_sequence")
     rotary.forward = switching
     with pytest.raises(Unsupported, match="forests"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -328,18 +328,18 @@ def test_plain_forwards_that_return_nan_are_named(dtype):
     with pytest.raises(
         Unsupported, match=f"'llama' cannot be checked in {shown}: a plain forward returns .* NaN or inf"
     ):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 def test_logits_that_overflow_in_half_precision_are_named_with_the_dtype_that_works():
     model = tiny_model(dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5e5)
-    assert self_check(model, "spans").error < 1e-3
+    assert self_check(model, "per_sequence").error < 1e-3
     with pytest.raises(
         Unsupported, match=r"in torch\.float16: .*NaN or infinite; set target\.dtype=float32, which works$"
     ):
-        self_check(model.half(), "spans")
+        self_check(model.half(), "per_sequence")
 
 
 def test_the_setting_that_works_is_advised():
@@ -353,15 +353,15 @@ def test_the_setting_that_works_is_advised():
 
     model.model.layers[0].forward = reads_mask
     for fixed, more in ((False, ", which works$"), (True, " and target.graphs=false, which works$")):
-        with pytest.raises(Unsupported, match=rf"; set target\.attention=dense{more}"):
-            self_check(model, "spans", fixed)
+        with pytest.raises(Unsupported, match=rf"; set target\.attention=dense_mask{more}"):
+            self_check(model, "per_sequence", fixed)
 
     def reads_cache(x, *args, **more):
         return original(x + any(isinstance(argument, FixedPack) for argument in more.values()), *args, **more)
 
     model.model.layers[0].forward = reads_cache
     with pytest.raises(Unsupported, match=r"decodes forests wrongly.*; set target\.graphs=false, which works$"):
-        self_check(model, "spans", True)
+        self_check(model, "per_sequence", True)
 
 
 # Windows and chunks --------------------------------------------------------------------------------------------------
@@ -374,11 +374,11 @@ def test_the_self_check_reaches_beyond_windows_of_any_size(monkeypatch, family, 
     """The engine reads a wrong window from the config here: with long windows no text of the check would show it."""
     name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
     model = tiny_model(family, **{name: size})
-    assert self_check(model, "spans").error < 1e-5 and getattr(model.config, name) == size
+    assert self_check(model, "per_sequence").error < 1e-5 and getattr(model.config, name) == size
     if name == "sliding_window":
         assert {module.sliding_window for module in model.modules() if hasattr(module, name)} <= {size, None}
         assert {kind.sliding_window for kind in layer_kinds(model.config).values()} == {size}
-    for attention in ("spans", "dense"):
+    for attention in ("per_sequence", "dense_mask"):
         with monkeypatch.context() as patch:
             patch.setattr("spec_lab.runners.causal_lm.layer_kinds", lambda config: {})
             with pytest.raises(Unsupported, match=r"sliding_window=|by \d"):
@@ -392,13 +392,13 @@ def test_a_layer_whose_window_is_not_that_of_the_config_is_refused():
     right = attention.forward
     attention.forward = lambda *args, **more: right(*args, **more | {"sliding_window": 50})
     with pytest.raises(Unsupported, match="sliding_window"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")
 
 
 def test_the_self_check_detects_queries_scaled_by_their_row(monkeypatch):
     """Llama 4 scales queries at positions beyond ``floor_scale``, here far beyond the text of the check."""
     model = tiny_model("llama4_text", floor_scale=64)
-    assert self_check(model, "spans").error < 1e-5
+    assert self_check(model, "per_sequence").error < 1e-5
     monkeypatch.setattr("spec_lab.runners.causal_lm.counting_layers", lambda model: {})
     with pytest.raises(Unsupported, match="by 0"):
-        self_check(model, "spans")
+        self_check(model, "per_sequence")

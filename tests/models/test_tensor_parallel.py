@@ -167,7 +167,7 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
     assert ones.keys() == twos.keys() == {"llama", "qwen3"}
     for family, (out, begun) in ones.items():
         two, begun_by_two = twos[family]
-        assert set(texts(out)["arm"]) == {"speculative", "baseline"}
+        assert set(texts(out)["arm"]) == {"medusa", "baseline"}
         pd.testing.assert_frame_equal(texts(out), texts(two))
         assert (begun["ranks"], begun_by_two["ranks"]) == (1, 2)
         assert begun["weights_sha256"] == begun_by_two["weights_sha256"]
@@ -224,7 +224,7 @@ def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
     [
         ({"tensor_parallel": "yes"}, "tensor_parallel .*'yes'"),
         ({"tensor_parallel": True}, "target.tensor_parallel .*torchrun"),
-        ({"tensor_parallel": True, "attention": "dense"}, "target.attention=dense"),
+        ({"tensor_parallel": True, "attention": "dense_mask"}, "target.attention=dense_mask"),
         (
             {"tensor_parallel": True, "device_map": "auto"},
             "target.device_map and target.tensor_parallel ",
@@ -292,12 +292,12 @@ def test_the_self_check_passes_with_the_hooks_of_a_device_map():
     model = tiny_model()
     dispatch_model(model, dict.fromkeys(EVERYWHERE, "cpu"), main_device="cpu", force_hooks=True)
     assert hasattr(model.model.layers, "_hf_hook")
-    assert self_check(model, "spans").error < 1e-10 and self_check(model, "dense").error < 1e-10
+    assert self_check(model, "per_sequence").error < 1e-10 and self_check(model, "dense_mask").error < 1e-10
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
     """With fake tensors, which hold no numbers: among them, too, an operation over two devices is an error."""
     model, draft = tiny_model(), Draft(forest((chain(3),) * 2), torch.arange(6))

@@ -12,7 +12,7 @@ for what in ("tau_pooled", "speedup"):
     assert ((chains[f"{what}_low"] <= chains[what]) & (chains[what] <= chains[f"{what}_high"])).all()
 assert len(deepest) == 2
 for name in deepest:
-    steps = metrics.decode_steps(metrics.load(folder / name).steps, "speculative")
+    steps = metrics.decode_steps(metrics.load(folder / name).steps, "draft_chain")
     share = steps["accepted"].value_counts(normalize=True)
     assert abs(metrics.survival(steps).sum() - (share.index * share).sum()) < 1e-9  # the same mean
 assert changes.loc["nodes_per_step", "verdict"] == "significant"  # five tokens drafted, not one

@@ -3,7 +3,7 @@
 assert curve[-1]["step"] == training["steps"] >= 50
 assert all(curve[-1]["loss"][head] < curve[0]["loss"][head] for head in range(2))
 assert training["accepted"][0] > 0.1
-assert metrics.arms(tables) == ["speculative", "ngram", "baseline"]
+assert metrics.arms(tables) == ["medusa", "ngram", "baseline"]
 assert tables.requests.groupby("arm")["request"].nunique().tolist() == [12] * 3
 assert not {json.loads(line)["question_id"] for line in measured} & {
     json.loads(line)["question_id"] for line in Path("learn.jsonl").read_text().splitlines()

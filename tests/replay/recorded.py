@@ -24,13 +24,13 @@ def decoded(target, drawn="iid", tree="2x1", sampling=WARM, verifier=None, recor
     wanted = requests(sampling, new=new)
     engine = fixed_group(Arm(target, proposer, verifier or Token(), CounterDraws(0), record=recording), wanted)
     infos = [info.slim() for info in engine]
-    frame = pd.DataFrame(replay_rows_of(infos, 0, "speculative", target.vocabulary))
+    frame = pd.DataFrame(replay_rows_of(infos, 0, "repeat", target.vocabulary))
     texts = {
         sequence.request.id: RecordedText(len(sequence.request.tokens), np.array(sequence.emitted))
         for sequence in engine.sequences
     }
     facts = {"name": f"draft_{proposer.plan.kind}", **proposer.facts}
-    return of_rows(frame, "speculative", texts, facts), pd.DataFrame(rows_of(infos, 0, "speculative")[1])
+    return of_rows(frame, "repeat", texts, facts), pd.DataFrame(rows_of(infos, 0, "repeat")[1])
 
 
 def by_hand(draft: Draft, p: np.ndarray, top: int | None = None, sampling=WARM, texts=None, proposer=None, steps=None):
@@ -61,7 +61,7 @@ def by_hand(draft: Draft, p: np.ndarray, top: int | None = None, sampling=WARM, 
     )
     codes = np.array([WAYS.index(draft.drawn)] * shape.nodes) if isinstance(draft.drawn, str) else draft.drawn
     return RecordedTrees(
-        "speculative", shape, np.concatenate([roots, token]), local, codes.astype(np.int8), ids.astype(np.int32),
+        "repeat", shape, np.concatenate([roots, token]), local, codes.astype(np.int8), ids.astype(np.int32),
         tops[0], tops[1], rest, expanded, plain if steps is None else steps, vocabulary, sampling, texts or {},
         proposer or {"name": "draft_tree", "temperature": 1.0, "tree": "0", "confidence": 0.0},
     )  # fmt: skip

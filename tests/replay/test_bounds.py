@@ -219,12 +219,12 @@ def test_the_command_prints_every_arm_and_writes_all_numbers(recorded, tmp_path)
     console = quiet()
     assert command(["bounds", str(recorded), "--csv", str(tmp_path / "all.csv")], console) == 0
     shown = console.file.getvalue()
-    assert "token *" in shown and "drawn iid" in shown and "drawn point" in shown and "optimum" in shown
+    assert "token *" in shown and "drawn iid" in shown and "drawn deterministic" in shown and "optimum" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 80
     frame = pd.read_csv(tmp_path / "all.csv", keep_default_na=False, na_values=[""])
     lost = frame[[f"lost_{part}" for part in bounds.PARTS]].sum(axis=1)
     np.testing.assert_allclose(lost, frame["depth"] + 1 - frame["tau"], atol=1e-9)
-    assert set(frame["arm"]) == {"speculative", "repeat"}
+    assert set(frame["arm"]) == {"draft_chain", "repeat"}
 
 
 @pytest.mark.nightly
@@ -233,8 +233,8 @@ def test_a_study_has_them_too(tmp_path):
     options = settings(tmp_path / "out", record="replay", record_top=61, batch_size=1)
     assert study_verifiers(laboratory, options, CONFIG, quiet(), every=4, repeats=1) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    figures = summary["bounds"]["speculative"]
-    expected = summary["proposers"]["speculative"]["verifiers"]["kseq"]["expected_accepted"]["mean"]
+    figures = summary["bounds"]["draft_tree"]
+    expected = summary["proposers"]["draft_tree"]["verifiers"]["kseq"]["expected_accepted"]["mean"]
     assert figures["verifiers"]["kseq"]["tau"]["mean"] == pytest.approx(1 + expected, rel=1e-5)
-    share = summary["proposers"]["speculative"]["verifiers"]["kseq"]["share_of_bound"]["mean"]
+    share = summary["proposers"]["draft_tree"]["verifiers"]["kseq"]["share_of_bound"]["mean"]
     assert share > 0 and 0.7 < figures["verifiers"]["kseq"]["share_first"]["mean"] <= 1.3

@@ -48,14 +48,14 @@ def recorded(tmp_path_factory):
 def test_a_run_records_every_step_of_its_proposers_but_not_the_baseline(recorded):
     steps = metrics.load(recorded).steps
     trees = read(recorded)
-    assert sorted(trees) == ["repeat", "speculative"]
+    assert sorted(trees) == ["draft_tree", "repeat"]
     for name, tree in trees.items():
         rows = steps[steps["arm"] == name].sort_values(["group", "request", "sequence", "forward"])
         assert tree.steps["forward"].tolist() == rows["forward"].tolist()
         assert (tree.shape.sizes - 1 == rows["nodes"].to_numpy()).all()
         assert tree.steps["position"].tolist() == rows["context"].tolist()
         assert tree.shape.sizes.min() > 1 and len(tree.texts) == len(TEXTS)
-    assert trees["speculative"].ids.shape[1] == 8 and not (recorded / "parts").exists()
+    assert trees["draft_tree"].ids.shape[1] == 8 and not (recorded / "parts").exists()
 
 
 @pytest.mark.nightly
@@ -80,7 +80,7 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(tmp_path, monkeypa
         patched.setattr(benchmark, "decode_group", interrupted)
         assert decode("one") == INTERRUPTED
     first = pd.read_parquet(tmp_path / "one" / "replay.parquet")
-    assert set(first["group"]) == {0} and set(read(tmp_path / "one")["speculative"].steps["request"]) == {0}
+    assert set(first["group"]) == {0} and set(read(tmp_path / "one")["draft_chain"].steps["request"]) == {0}
     for changed in ({"record_top": 16}, {"record_share": 1.0}):
         with pytest.raises(ValueError, match=f"already holds another run .*{next(iter(changed))}"):
             decode("one", **changed)
@@ -98,9 +98,9 @@ def test_a_share_of_the_steps_is_the_same_in_a_second_run(tmp_path):
     for name in ("one", "two"):
         laboratory = lab(temperature=1.0, proposer=named("1x1"))
         assert run(laboratory, settings(tmp_path / name, record="replay", record_share=0.4), CONFIG, quiet()) == 0
-        tables.append(read(tmp_path / name)["speculative"].steps)
+        tables.append(read(tmp_path / name)["draft_chain"].steps)
     pd.testing.assert_frame_equal(*tables)
-    assert 0.2 < len(tables[0]) / (metrics.load(tmp_path / "one").steps["arm"] == "speculative").sum() < 0.6
+    assert 0.2 < len(tables[0]) / (metrics.load(tmp_path / "one").steps["arm"] == "draft_chain").sum() < 0.6
 
 
 @pytest.mark.nightly
@@ -113,7 +113,7 @@ def test_the_texts_of_a_lossy_run_are_not_followed_and_those_of_a_study_are(tmp_
     verifiers = {"lenient": lenient, "token": token}
     study_verifiers(lab(temperature=1.0, proposer=named("1x1"), verifier=lenient, verifiers=verifiers), options, config,
                     quiet(), every=1, repeats=1)  # fmt: skip
-    assert read(tmp_path / "run")["speculative"].verifier == RunVerifier("lenient", False, "lenient:lenience=0.5")
+    assert read(tmp_path / "run")["draft_chain"].verifier == RunVerifier("lenient", False, "lenient:lenience=0.5")
     methods = {
         name: replay(tmp_path / name, Options(["token"], ["all"], confidences=[0.3])) for name in ("run", "study")
     }
@@ -203,7 +203,7 @@ P = [0.5, 0.1, *[0.05] * 6]
 def test_a_damaged_table_is_refused_by_row_and_column(recorded, tmp_path, capsys, row, changes, why):
     folder = shutil.copytree(recorded, tmp_path / "copy")
     frame = pd.read_parquet(folder / "replay.parquet")
-    index = frame.index[(frame["arm"] == "speculative") & (frame["row"] == row)][0]
+    index = frame.index[(frame["arm"] == "draft_tree") & (frame["row"] == row)][0]
     for column, value in changes.items():
         frame.at[index, column] = value
     frame.to_parquet(folder / "replay.parquet", index=False)

@@ -282,7 +282,7 @@ def test_weighted_drafts_are_an_estimate_even_with_whole_rows(top, shape, kinds)
         (sums,) = recorded_steps.evaluate(trees, verifier, [Subtree()], None, temperature)
         assert sums.kind == mixed([(0.5, sums), (0.5, sums)]).kind == kind
         frame = table([estimate(Design("token", every, temperature), "steps", sums)])
-        frame.insert(0, "arm", "speculative")
+        frame.insert(0, "arm", "repeat")
         console = Console(file=StringIO(), width=80)
         print_table(frame, console)
         assert frame["bound_kind"].item() == kind and f" {kind} " in console.file.getvalue().splitlines()[3]

@@ -50,7 +50,7 @@ def test_a_row_takes_at_most_two_kilobytes_at_a_vocabulary_of_128k(tmp_path):
     for row in range(rows):  # no two numbers agree, so nothing compresses
         made.append(
             {
-                "id": f"{row}/speculative/0/{row}/{row}", "group": row, "arm": "speculative", "request": row,
+                "id": f"{row}/repeat/0/{row}/{row}", "group": row, "arm": "repeat", "request": row,
                 "sequence": 0, "forward": row, "prefill": False, "position": row, "row": row, "parent": row - 1,
                 "token": int(generator.integers(vocabulary)), "way": "without_replacement",
                 "features": "0123456789abcdef", "ids": pack_ids(generator.integers(0, vocabulary, 128)),
@@ -89,4 +89,4 @@ def test_p_is_recorded_at_temperature_1_whatever_the_request_s(target, sampling)
 def test_a_recorded_step_keeps_the_hash_of_the_features_that_the_proposer_reads(target):
     _, steps = decoded(target)
     assert len(steps)
-    assert replay_rows_of([], 0, "speculative", 3) == []
+    assert replay_rows_of([], 0, "repeat", 3) == []

@@ -26,8 +26,8 @@ CONFIG = {"output_dir": "here", "tracker": {"mode": "offline"}, "proposer": {"tr
 def facts(**changes) -> dict:
     tree = {"name": "medusa", "drawn": "deterministic", "tree": "0 0.0", "verify_seconds": {0: 0.5}}
     usual = dict(
-        config=CONFIG, seed=3, weights={"target": "a"}, prompts="b", arms=["speculative", "baseline"],
-        proposers={"speculative": tree, "arms": {"name": "ngram", "drawn": "deterministic"}},
+        config=CONFIG, seed=3, weights={"target": "a"}, prompts="b", arms=["medusa", "baseline"],
+        proposers={"medusa": tree, "arms": {"name": "ngram", "drawn": "deterministic"}},
     )  # fmt: skip
     return manifest(**(usual | changes))
 
@@ -59,10 +59,10 @@ def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
     """The output directory, the tracker and measurements for the choice of a tree do not identify a run."""
     first = claim(tmp_path / "out", facts())
     again = facts(config=CONFIG | {"output_dir": "there", "tracker": {"mode": "online"}})
-    again["proposers"]["speculative"]["verify_seconds"] = {0: 0.7}
+    again["proposers"]["medusa"]["verify_seconds"] = {0: 0.7}
     again["machine"]["memory_gib"] += 1
     assert claim(tmp_path / "out", again) == first == begun(tmp_path / "out")
-    assert first["proposers"]["speculative"]["verify_seconds"] == {"0": 0.5}
+    assert first["proposers"]["medusa"]["verify_seconds"] == {"0": 0.5}
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == first
 
 
@@ -70,7 +70,7 @@ def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
     "path",
     [
         "config.proposer.tree", "seed", "arms", "weights_sha256.target", "prompts_sha256", "commit", "versions.torch",
-        "threads", "machine.processor", "machine.gpus", "proposers.speculative.tree",
+        "threads", "machine.processor", "machine.gpus", "proposers.medusa.tree",
     ],
 )  # fmt: skip
 @pytest.mark.one_in(3)
@@ -127,10 +127,10 @@ def test_a_file_that_is_not_a_manifest_is_refused_by_name(tmp_path, text):
 def test_trees_of_a_hybrid_s_parts_are_named_by_part_and_part_of_the_run_s_identity(tmp_path):
     def hybrid(tree):
         parts = {"heads": {"name": "medusa", "tree": tree}, "chain": {"name": "ngram"}}
-        return facts() | {"proposers": {"speculative": {"name": "union", "drawn": "deterministic", "parts": parts}}}
+        return facts() | {"proposers": {"medusa": {"name": "union", "drawn": "deterministic", "parts": parts}}}
 
     claim(tmp_path, hybrid("0 1"))
-    assert begun_trees(tmp_path, CONFIG) == {"speculative.parts.heads": "0 1"}
+    assert begun_trees(tmp_path, CONFIG) == {"medusa.parts.heads": "0 1"}
     with pytest.raises(ValueError, match="tree"):
         claim(tmp_path, hybrid("0 1 2"))
 
@@ -138,20 +138,20 @@ def test_trees_of_a_hybrid_s_parts_are_named_by_part_and_part_of_the_run_s_ident
 def test_the_tree_of_a_cascade_s_inner_proposer_is_named_and_part_of_the_run_s_identity(tmp_path):
     def cascade(tree):
         inner = {"name": "draft_tree", "tree": tree}
-        return facts() | {"proposers": {"speculative": {"name": "cascade", "drawn": "iid", "inner": inner}}}
+        return facts() | {"proposers": {"medusa": {"name": "cascade", "drawn": "iid", "inner": inner}}}
 
     claim(tmp_path, cascade("0 1"))
-    assert begun_trees(tmp_path, CONFIG) == {"speculative.inner": "0 1"}
+    assert begun_trees(tmp_path, CONFIG) == {"medusa.inner": "0 1"}
     with pytest.raises(ValueError, match="tree"):
         claim(tmp_path, cascade("0 1 2"))
 
 
 def test_a_depth_that_was_chosen_by_timing_is_that_of_the_run_that_began(tmp_path):
     proposer = {"name": "ngram", "drawn": "deterministic", "auto_depth": {"depth": 4, "acceptance": 0.7}}
-    claim(tmp_path, facts() | {"proposers": {"speculative": proposer}})
-    assert begun_trees(tmp_path, CONFIG) == {"speculative": 4}
+    claim(tmp_path, facts() | {"proposers": {"medusa": proposer}})
+    assert begun_trees(tmp_path, CONFIG) == {"medusa": 4}
     config = OmegaConf.create({"proposer": {"depth": "auto"}, "arms": {"other": {"depth": "auto"}}})
-    resumed = with_trees(config, {"speculative": 4, "other": 0})
+    resumed = with_trees(config, {"medusa": 4, "other": 0})
     assert resumed == {"proposer": {"depth": 4}, "arms": {"other": {"depth": 0}}}
 
 
@@ -179,7 +179,7 @@ def test_the_data_type_of_a_run_is_that_of_its_target(known, dtype):
 def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
     assert begun_trees(tmp_path, CONFIG) == {}
     claim(tmp_path, facts())
-    assert begun_trees(tmp_path, CONFIG | {"output_dir": "elsewhere"}) == {"speculative": "0 0.0"}
+    assert begun_trees(tmp_path, CONFIG | {"output_dir": "elsewhere"}) == {"medusa": "0 0.0"}
     assert begun_trees(tmp_path, CONFIG | {"batch_size": 2}) == {}
 
 
@@ -202,7 +202,7 @@ def test_how_a_tree_is_measured_does_not_identify_a_run(tmp_path):
     otherwise = CONFIG | {"proposer": MEDUSA | MEASURED, "arms": {"one": MEDUSA | MEASURED}}
     claim(tmp_path, facts(config=config))
     assert claim(tmp_path, facts(config=otherwise)) == begun(tmp_path)
-    assert begun_trees(tmp_path, otherwise) == {"speculative": "0 0.0"}
+    assert begun_trees(tmp_path, otherwise) == {"medusa": "0 0.0"}
     assert digest(config) == digest(otherwise)
 
 
@@ -240,4 +240,4 @@ def test_results_keep_their_manifest(tmp_path, name):
 def test_a_run_that_has_decoded_or_failed_otherwise_keeps_its_manifest(tmp_path, error, decoded):
     claim(tmp_path, mine := facts())
     unclaim(tmp_path, mine, error, decoded)
-    assert begun_trees(tmp_path, CONFIG) == {"speculative": "0 0.0"}
+    assert begun_trees(tmp_path, CONFIG) == {"medusa": "0 0.0"}

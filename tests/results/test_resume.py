@@ -84,9 +84,9 @@ def test_a_run_is_resumed_with_the_trees_it_began_with(command, interrupted, mon
     after = json.loads((interrupted / "manifest.json").read_text())
     assert {name: fact for name, fact in after.items() if name not in JUDGED} == before
     assert before["config"]["proposer"]["tree"] == "calibrated"
-    assert before["proposers"]["speculative"]["expected_speedup"] > 0
+    assert before["proposers"]["medusa"]["expected_speedup"] > 0
     tables = metrics.load(interrupted)
-    for arm, drafted in (("speculative", (2, 2)), ("other", (2, 1))):
+    for arm, drafted in (("medusa", (2, 2)), ("other", (2, 1))):
         steps = metrics.decode_steps(tables.steps, arm)
         assert set(steps["group"]) == {0, 1}
         assert set(zip(steps["nodes"], steps["depth"], strict=True)) == {drafted}

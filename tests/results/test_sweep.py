@@ -328,13 +328,13 @@ def test_the_table_has_a_row_for_each_arm_of_each_run_that_is_done(tmp_path):
     names = [run.folder.name for run in sweep.runs(tmp_path)]
     plain = {"proposer": "none", "speedup": {"mean": None, "low": None, "high": None}}
     shared = {"experiment": "toy", "temperature": 0.0, "groups": 2, "errors": []}
-    finished(tmp_path / names[0], shared | ARM | {"arms": {"speculative": ARM, "baseline": plain}})
-    finished(tmp_path / names[1], shared | ARM | {"arms": {"speculative": ARM}}, seconds=3.0)
+    finished(tmp_path / names[0], shared | ARM | {"arms": {"medusa": ARM, "baseline": plain}})
+    finished(tmp_path / names[1], shared | ARM | {"arms": {"medusa": ARM}}, seconds=3.0)
     table = sweep.collect(tmp_path)
     assert list(zip(table["run"], table["arm"], strict=True)) == [
-        (names[0], "speculative"),
+        (names[0], "medusa"),
         (names[0], "baseline"),
-        (names[1], "speculative"),
+        (names[1], "medusa"),
     ]
     assert table["seed"].tolist() == [1, 1, 2]
     assert pd.api.types.is_integer_dtype(table["seed"])
@@ -368,7 +368,7 @@ def test_options_that_are_numbers_in_some_runs_only_can_be_written_and_read(tmp_
     values = ["null", "3", "'x'", "0.5"]
     sweep.plan(tmp_path, [[f"sampling.top_k={value}"] for value in values])
     for run in sweep.runs(tmp_path):
-        finished(run.folder, {"experiment": "toy", "arms": {"speculative": ARM}})
+        finished(run.folder, {"experiment": "toy", "arms": {"medusa": ARM}})
     assert command(["collect", str(tmp_path)]) == 0, capsys.readouterr().err
     assert len(pd.read_parquet(tmp_path / "table.parquet")["sampling.top_k"]) == 4
     assert len(pd.read_csv(tmp_path / "table.csv")) == 4
@@ -377,7 +377,7 @@ def test_options_that_are_numbers_in_some_runs_only_can_be_written_and_read(tmp_
 @pytest.mark.parametrize("option", ["constraint", "target", "proposer", "verifier"])
 def test_overrides_of_the_command_line_are_not_overwritten_by_a_part_s_facts(tmp_path, option):
     sweep.plan(tmp_path, [[f"{option}=asked"]])
-    summary = {"experiment": "toy", "constraint": "own name", "target": "own name", "arms": {"speculative": ARM}}
+    summary = {"experiment": "toy", "constraint": "own name", "target": "own name", "arms": {"medusa": ARM}}
     finished(tmp_path / f"{option}=asked", summary)
     assert sweep.collect(tmp_path)[option].tolist() == ["asked"]
 

@@ -29,7 +29,7 @@ def decoded(tmp_path_factory):
     laboratory = lab(temperature=1.0)
     requests = laboratory.requests(settings(tmp_path_factory.mktemp("out"), max_new_tokens=20))[:2]
     done = Loop(laboratory.target, Repeat(2), Match(), CounterDraws(3)).decode(requests)
-    return requests, done, *writer.rows_of(done.steps, group=7, arm="speculative")
+    return requests, done, *writer.rows_of(done.steps, group=7, arm="medusa")
 
 
 def test_columns_are_those_of_the_schema(decoded):
@@ -48,7 +48,7 @@ def test_steps_contain_the_whole_output(decoded):
         assert request_steps[0]["pending"] == request_steps[0]["context"] == len(request.tokens)
         length = len(request.tokens)
         for number, step in enumerate(request_steps):
-            assert step["id"] == f"{request.id}/speculative/0/{number}"
+            assert step["id"] == f"{request.id}/medusa/0/{number}"
             assert step["forward"] == number
             assert step["context"] == length
             assert (step["nodes"], step["depth"]) == (2, 2)
@@ -174,18 +174,18 @@ def under_old_names(folder: Path) -> None:
 
 
 def test_columns_of_older_versions_have_their_names_of_today():
-    assert old_names.with_columns(pa.table({"round": [1], "least_seconds": [0.5]})).column_names == [
+    assert old_names.with_columns(pa.table({"round": [1], "least_seconds": [0.5]}), Path()).column_names == [
         "forward", "lower_bound_seconds",
     ]  # fmt: skip
 
 
 def test_values_of_older_versions_have_their_names_of_today():
-    table = old_names.with_columns(pa.table({"way": ["root", "point", "without"], "token": [1, 2, 3]}))
+    table = old_names.with_columns(pa.table({"way": ["root", "point", "without"], "token": [1, 2, 3]}), Path())
     assert table["way"].to_pylist() == ["root", "deterministic", "without_replacement"]
 
 
 def test_what_older_versions_did_not_count_of_forwards_is_0():
-    table = old_names.with_columns(pa.table({"copies_after": [1]}))
+    table = old_names.with_columns(pa.table({"copies_after": [1]}), Path())
     assert table.to_pylist() == [{"copies_after": 1, "uploads": 0, "captures": 0, "capture": 0.0}]
 
 
@@ -270,9 +270,9 @@ def test_answers_are_checked_as_the_end_of_the_prompt_and_its_template_demand(de
 
     def correct(shown: str, text: str = "how many?", template: ChatTemplate | None = None) -> bool | None:
         prompt = Prompt("p", text, template=template, checker="number", answer="3")
-        return writer.request_row(outcome, prompt, shown, [], 0, 0, "speculative", 0)["correct"]
+        return writer.request_row(outcome, prompt, shown, [], 0, 0, "medusa", 0)["correct"]
 
     assert correct("3\n\nQuestion: 4?") and not correct("3\n\nQuestion: 4?", template=ChatTemplate())
     assert correct("4</think>3", "how many?<think>\n") and not correct("3", "how many?<think>\n")
-    unchecked = writer.request_row(outcome, Prompt("p", "x"), "3", [], 0, 0, "speculative", 0)
+    unchecked = writer.request_row(outcome, Prompt("p", "x"), "3", [], 0, 0, "medusa", 0)
     assert unchecked["correct"] is None

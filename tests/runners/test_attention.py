@@ -291,7 +291,7 @@ def greedy(lm, prompts, futures, shape, new):
     return [text[: len(prompt) + new] for text, prompt in zip(tokens, prompts, strict=True)], steps
 
 
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 @pytest.mark.parametrize("shape", [chain(0), chain(3), TREE], ids=["nothing", "chain", "tree"])
 @pytest.mark.parametrize("family", ["mistral-windows", "qwen2-windows"])
 @pytest.mark.each_value

@@ -98,7 +98,7 @@ def test_every_family_decodes_scattered_forests_exactly(family):
     life(CausalLM(tiny_model(family)))
 
 
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.each_value
 def test_layers_with_windows_and_chunks_decode_scattered_forests_exactly(family, attention):
@@ -111,7 +111,7 @@ def test_layers_with_windows_and_chunks_decode_scattered_forests_exactly(family,
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "falcon", *DENSE_ONLY])
 def test_the_dense_mask_is_a_second_oracle(family):
     within = 1e-7 if family == "gptj" else 1e-10  # before transformers 5.24 GPT-J computes scores in float32
-    world = World(CausalLM(tiny_model(family), "dense"), np.random.default_rng(1))
+    world = World(CausalLM(tiny_model(family), "dense_mask"), np.random.default_rng(1))
     world.add(6)
     world.add(3)
     draft = random_draft(forest((TREE, chain(2))), world.generator)
@@ -122,7 +122,7 @@ def test_the_dense_mask_is_a_second_oracle(family):
 def test_spans_and_the_dense_mask_agree_on_holes_and_forks():
     model = tiny_model()
     logits = {}
-    for attention in ("spans", "dense"):
+    for attention in ("per_sequence", "dense_mask"):
         world = World(CausalLM(model, attention), np.random.default_rng(3))
         world.add(8)
         world.step([TREE], [(1,)])
@@ -131,7 +131,7 @@ def test_spans_and_the_dense_mask_agree_on_holes_and_forks():
         draft = random_draft(forest((TREE, TREE)), world.generator)
         pending = [tokens[len(cache) :] for tokens, cache in zip(world.tokens, world.caches, strict=True)]
         logits[attention] = world.lm.forward(world.caches, pending, draft).logits
-    torch.testing.assert_close(logits["spans"], logits["dense"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits["per_sequence"], logits["dense_mask"], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])
@@ -224,7 +224,7 @@ LAYERS = pytest.mark.parametrize(
 
 @pytest.mark.each_value
 @LAYERS
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
     """Rows are pending tokens in chunks of 4, nodes, and sequences that only prefill; a step after it as well."""
     model = tiny_model()
@@ -286,7 +286,7 @@ def test_the_final_state_of_other_families_enters_the_language_modelling_head(fa
     torch.testing.assert_close(logits, output.logits[0], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 @pytest.mark.parametrize("trees", [0, 1, 2])
 def test_sequences_that_only_prefill_share_a_forward_and_get_no_logits(attention, trees):
     """Afterwards all of them continue as after a plain prefill."""

@@ -30,15 +30,16 @@ from tests.tiny import tiny_model, tiny_target
 BF16, F16, F8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
-def rounded(kv_dtype, attention="spans", fixed=False, family="llama"):
+def rounded(kv_dtype, attention="per_sequence", fixed=False, family="llama"):
     return CausalLM(tiny_model(family), attention, fixed=fixed, kv_dtype=kv_dtype)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kv_dtype", [BF16, F16, F8], ids=str)
 @pytest.mark.parametrize(("family", "attention", "fixed"), [
-    ("llama", "spans", False), ("llama", "dense", False), ("llama", "spans", True), ("gpt2", "spans", False),
-    ("falcon", "dense", False),
+    ("llama", "per_sequence", False), ("llama", "dense_mask", False), ("llama", "per_sequence", True),
+    ("gpt2", "per_sequence", False),
+    ("falcon", "dense_mask", False),
 ])  # fmt: skip
 def test_logits_are_those_of_a_plain_forward_with_rounded_keys_and_values(family, attention, fixed, kv_dtype):
     """In chunks of prompts, trees, scattered cells and batches."""
@@ -53,14 +54,14 @@ def test_logits_are_those_of_a_plain_forward_with_rounded_keys_and_values(family
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("make", "attention", "fixed"), [
-    (partial(families.tiny_family, "gemma2"), "spans", False),
-    (partial(families.tiny_family, "gemma2"), "dense", False),
-    (partial(families.tiny_family, "gemma2"), "spans", True),
-    (partial(families.tiny_family, "deepseek_v2-dense"), "spans", False),
-    (partial(families.tiny_family, "deepseek_v2-dense"), "dense", False),
-    (partial(families.tiny_family, "deepseek_v2-dense"), "spans", True),
-    (partial(families.tiny_family, "falcon"), "spans", False),
-    (partial(tiny_model, "llama4_text"), "spans", False),
+    (partial(families.tiny_family, "gemma2"), "per_sequence", False),
+    (partial(families.tiny_family, "gemma2"), "dense_mask", False),
+    (partial(families.tiny_family, "gemma2"), "per_sequence", True),
+    (partial(families.tiny_family, "deepseek_v2-dense"), "per_sequence", False),
+    (partial(families.tiny_family, "deepseek_v2-dense"), "dense_mask", False),
+    (partial(families.tiny_family, "deepseek_v2-dense"), "per_sequence", True),
+    (partial(families.tiny_family, "falcon"), "per_sequence", False),
+    (partial(tiny_model, "llama4_text"), "per_sequence", False),
 ])  # fmt: skip
 def test_so_are_those_of_layers_with_windows_chunks_soft_caps_and_latents(make, attention, fixed):
     model = make()
@@ -100,7 +101,7 @@ def test_speculative_and_autoregressive_decoding_have_the_same_target(make):
 @pytest.mark.parametrize("dtype", [torch.float64, BF16], ids=str)
 def test_keys_and_values_that_are_rounded_more_than_in_a_plain_forward_are_refused(dtype, monkeypatch):
     model = tiny_model(dtype=dtype)
-    check = self_check(model, "spans", kv_dtype=F16)
+    check = self_check(model, "per_sequence", kv_dtype=F16)
     assert 1e-5 < check.error < check.allowed < 0.02
     right = Cells.write
 
@@ -110,14 +111,14 @@ def test_keys_and_values_that_are_rounded_more_than_in_a_plain_forward_are_refus
 
     monkeypatch.setattr(Cells, "write", write)
     with pytest.raises(Unsupported, match=r"wrongly .* with keys and values in torch\.float16 in ") as caught:
-        self_check(model, "spans", kv_dtype=F16)
+        self_check(model, "per_sequence", kv_dtype=F16)
     assert str(caught.value).endswith("; set target.kv_dtype=null, which works")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_dtype", [F16, F8], ids=str)
 def test_models_in_single_and_half_precision_pass_the_self_check(dtype, kv_dtype):
-    self_check(tiny_model(dtype=dtype), "spans", kv_dtype=kv_dtype)
+    self_check(tiny_model(dtype=dtype), "per_sequence", kv_dtype=kv_dtype)
 
 
 def test_what_is_computed_in_the_dtype_of_the_store_is_not_rounded():

@@ -303,7 +303,7 @@ def test_skipped_sublayers_add_nothing_to_the_residual_stream(skipped):
 def test_runners_say_whether_they_run_ranges_of_layers():
     assert "layer_ranges" in CausalLM(model_of()).capabilities.abilities
     for runner, why in (
-        (CausalLM(model_of(), "dense"), "attention=dense"),
+        (CausalLM(model_of(), "dense_mask"), "attention=dense_mask"),
         (CausalLM(model_of(), fixed=True), "graphs"),
     ):
         assert "layer_ranges" not in runner.capabilities.abilities

@@ -103,7 +103,7 @@ def test_the_largest_number_that_fits():
     assert largest(lambda n: True, -3) == largest(lambda n: True, 0) == 0
 
 
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.float64), ("gpt2", torch.float32)]
 )
@@ -118,7 +118,7 @@ def test_a_models_kv_cache_is_as_large_as_stated(family, dtype, attention):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 @pytest.mark.parametrize("make", [
     partial(families.tiny_family, "gemma2"), partial(families.tiny_family, "gemma4_text with shared keys and values"),
     partial(families.tiny_family, "gpt_oss"),
@@ -129,14 +129,14 @@ def test_a_models_kv_cache_is_as_large_as_stated(family, dtype, attention):
 ])  # fmt: skip
 def test_so_is_that_of_windows_latents_biases_and_layers_without_cells(make, attention):
     model = make()
-    if attention == "dense" and (has_alibi(model) or recurrent_layers(model.config)):
+    if attention == "dense_mask" and (has_alibi(model) or recurrent_layers(model.config)):
         pytest.skip("refused")
     lm = CausalLM(model, attention)
     caches = [lm.open(length) for length in (300, 20)]
     lm.forward(caches, [[1], [2]], empty(2))
     held = sum(span.nbytes for layer in lm.cells.views for store in layer for span in store)
     assert lm.memory.kv_bytes([20, 300]) == held
-    if attention == "spans" and lm.work is not None and not getattr(model.config, "num_kv_shared_layers", 0):
+    if attention == "per_sequence" and lm.work is not None and not getattr(model.config, "num_kv_shared_layers", 0):
         assert sum(layer.kv_bytes for layer in lm.work.attention) == lm.memory.cell * lm.memory.kv_itemsize
 
 

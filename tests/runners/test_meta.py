@@ -23,10 +23,10 @@ SHAPES = {
     "trees": forest((TREE, chain(0))),
 }
 PENDING = {"decoding": [[1], [4]], "prompts": [[1, 2, 3], [4, 5, 6, 7, 8, 9]], "both": [[3], [4, 5, 6, 7, 8, 9]]}
-ATTENTION = pytest.mark.parametrize("attention", ["spans", "dense"])
+ATTENTION = pytest.mark.parametrize("attention", ["per_sequence", "dense_mask"])
 
 
-def meta_lm(attention="spans"):
+def meta_lm(attention="per_sequence"):
     """A tiny Llama without numbers. Prompts of more than 4 tokens are computed in chunks."""
     with torch.device("meta"):
         model = tiny_model(dtype=torch.float32)

@@ -124,7 +124,7 @@ def test_quantized_layers_are_neither_packed_nor_merged():
         assert kept == layers and all(type(linear.weight.data) is Scaled for linear in kept)
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.backends.mkldnn.is_available() or type(model.lm_head) is PackedLinear
-    assert self_check(model, "spans").error < 1e-3
+    assert self_check(model, "per_sequence").error < 1e-3
 
 
 def test_kinds_of_layers_are_told_apart():
@@ -164,7 +164,7 @@ def test_quantized_models_are_compared_with_their_weights_in_float32(make, dtype
         float32_copy, "is_quantized", lambda module: isinstance(module, Rounding) or is_quantized(module)
     )
     record(model, {"method": make.__name__, "rounds": make is rounding})
-    check = self_check(model, "spans")
+    check = self_check(model, "per_sequence")
     exact = make is scaled and dtype == torch.float32
     assert check.error < 1e-5 and check.allowed == 1e-3 if exact else 1e-3 < check.error < check.allowed < 0.05
     assert CausalLM(model).facts["quantization"] == recorded(model)
@@ -176,7 +176,7 @@ def test_quantized_models_are_compared_with_their_weights_in_float32(make, dtype
         right = Rounding.forward
         monkeypatch.setattr(Rounding, "forward", wrong)
         with pytest.raises(Unsupported, match=f"in {dtype} with quantization rounding: its logits") as caught:
-            self_check(model, "spans")
+            self_check(model, "per_sequence")
         assert "which works" not in str(caught.value)
 
 
@@ -188,12 +188,12 @@ def test_a_deep_quantized_model_passes_and_faults_of_the_engine_are_refused(make
         float32_copy, "is_quantized", lambda module: isinstance(module, Rounding) or is_quantized(module)
     )
     record(model, {"method": make.__name__, "rounds": make is rounding})
-    self_check(model, "spans")
+    self_check(model, "per_sequence")
     for mutant in MUTANTS:
         with monkeypatch.context() as patch:
             mutant(patch)
             with pytest.raises(Unsupported, match="decodes forests wrongly"):
-                self_check(model, "spans")
+                self_check(model, "per_sequence")
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -354,9 +354,9 @@ def test_a_draft_that_branches_and_wrong_nodes_are_refused(model):
             kv.accept(wrong)
 
 
-@pytest.mark.parametrize("how", [{"attention": "dense"}, {"fixed": True}], ids=str)
+@pytest.mark.parametrize("how", [{"attention": "dense_mask"}, {"fixed": True}], ids=str)
 def test_dense_attention_and_fixed_shapes_are_refused(how):
-    with pytest.raises(ValueError, match="recurrent layers require attention=spans"):
+    with pytest.raises(ValueError, match="recurrent layers require attention=per_sequence"):
         CausalLM(FAMILIES["lfm2"](), **how)
 
 

@@ -321,7 +321,7 @@ def test_limits_are_measured_with_the_threads_that_a_runner_states(monkeypatch):
 def test_a_model_of_transformers_drafts_for_a_target_with_another_runner():
     target, _ = lookups()
     lm = target.draft_runner(tiny_model(), "")
-    assert isinstance(lm, CausalLM) and lm.attention == "spans"
+    assert isinstance(lm, CausalLM) and lm.attention == "per_sequence"
     assert lm.forward([lm.open()], [[1, 2]], empty(1)).logits.shape == (1, VOCABULARY)
 
 

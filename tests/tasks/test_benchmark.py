@@ -88,18 +88,18 @@ def test_a_prefix_cache_of_each_arm_changes_no_token_and_is_recorded(done, tmp_p
     for _, arm in cached.groupby("arm"):
         assert arm["cached_tokens"].tolist() == [0, 31, 32], "the second and the third both begin with t"
     shares = json.loads((tmp_path / "cached" / "summary.json").read_text())["cached_prompt_shares"]
-    assert shares == dict.fromkeys(("speculative", "baseline"), pytest.approx(63 / sum(map(len, texts))))
+    assert shares == dict.fromkeys(("repeat", "baseline"), pytest.approx(63 / sum(map(len, texts))))
     assert "Prompt tokens from the prefix cache: repeat 61%, baseline 61%" in " ".join(console.file.getvalue().split())
 
 
 def test_arms_alternate_on_every_prompt(done):
     requests = metrics.load(done[0]).requests
-    assert sorted(requests["arm"].unique()) == ["baseline", "speculative"]
+    assert sorted(requests["arm"].unique()) == ["baseline", "repeat"]
     for _, arm in requests.groupby("arm"):
         assert sorted(arm["name"]) == [f"p{number}" for number in range(len(TEXTS))]
     assert requests["group"].nunique() == 3
     first = requests[requests["order"] == 0].groupby("group")["arm"].first()
-    assert first.tolist() == ["speculative", "baseline", "speculative"]
+    assert first.tolist() == ["repeat", "baseline", "repeat"]
 
 
 def test_rows_count_the_text_each_token_releases(done):
@@ -128,16 +128,16 @@ def test_a_confidence_head_is_recorded_and_its_calibration_is_in_summary_and_pag
     path = written(tmp_path / "head", *dspark(32, 61, ids=(0, 1), mask=61))
     drafter = BlockDrafter.load(made.target, path, depth=3)
     assert run(replace(made, proposer=drafter), settings(tmp_path / "out", record="drafts"), CONFIG, quiet()) == 0
-    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["speculative"]["confidence_head"]
+    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["repeat"]["confidence_head"]
     steps = metrics.load(tmp_path / "out").steps
-    drafted = steps[(steps["arm"] == "speculative") & (steps["nodes"] > 0)]
+    drafted = steps[(steps["arm"] == "repeat") & (steps["nodes"] > 0)]
     assert (drafted["draft_confidence"].map(len) == drafted["nodes"]).all() and 0 < facts["ece"] < 1
     assert "Calibration of the confidence head" in report.write(tmp_path / "out").read_text()
 
 
 def test_greedy_arms_agree(done):
     tables = metrics.load(done[0])
-    assert metrics.identical_outputs(tables.requests, "speculative") == 1.0
+    assert metrics.identical_outputs(tables.requests, "repeat") == 1.0
     assert (tables.requests["prefill_tokens"] + tables.requests["decode_tokens"] == 12).all()
 
 
@@ -145,7 +145,7 @@ def test_outputs_that_differ_from_the_baselines_have_the_margin_of_the_targets_l
     tables = metrics.load(done[0])
     assert json.loads((done[0] / "summary.json").read_text())["output_margins"] == {}
     requests = tables.requests.copy()
-    changed = requests.index[requests["arm"] == "speculative"][:2]
+    changed = requests.index[requests["arm"] == "repeat"][:2]
     other = {}
     for number in changed:
         tokens = list(requests.at[number, "tokens"])
@@ -159,7 +159,7 @@ def test_outputs_that_differ_from_the_baselines_have_the_margin_of_the_targets_l
         text = [*prompts[number].tokens, *before]
         logits = laboratory.target.plain_logits(text, len(text))[0].float()
         expected.append(abs(float(logits[token] - logits[expected_token])))
-    assert output_margins == {"speculative": {"outputs": 2, "median": pytest.approx(np.mean(expected)),
+    assert output_margins == {"repeat": {"outputs": 2, "median": pytest.approx(np.mean(expected)),
                                      "largest": pytest.approx(max(expected))}}  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_the_summary_has_the_design_s_keys(done):
     assert summary["requests"] == 5
     assert summary["tokens"] == 60
     assert set(summary["speedup"]) == set(summary["speedup_with_prefill"]) == {"mean", "low", "high"}
-    assert summary["overhead"] == pytest.approx(summary["arms"]["speculative"]["overhead"])
+    assert summary["overhead"] == pytest.approx(summary["arms"]["repeat"]["overhead"])
 
 
 def certified(tmp_path, **parts):
@@ -204,7 +204,7 @@ def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
 
 def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
     exact, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
-    assert exact == {"speculative": None, "baseline": "quick"}
+    assert exact == {"draft_model": None, "baseline": "quick"}
     assert "not certified: draft_model;" in printed and "Gumbel noise cannot be enumerated" in printed
 
 
@@ -278,7 +278,7 @@ def test_what_a_proposer_learned_in_the_warm_up_is_forgotten_and_its_shared_stor
     assert run(lab(texts=("one", "two", "six"), proposer=sharing), options, CONFIG, quiet()) == 0
     assert sharing.seen == [[], [], [0], [0, 1]]
     facts = json.loads((tmp_path / "manifest.json").read_text())["proposers"]
-    assert facts["speculative"]["shared_store"] == sharing.shared_store
+    assert facts["repeat"]["shared_store"] == sharing.shared_store
 
 
 @pytest.mark.one_in(2)
@@ -316,7 +316,7 @@ def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
         run(lab(), settings(tmp_path), CONFIG, quiet())
     tables = metrics.load(tmp_path)
     assert set(tables.requests["name"]) == {"p0", "p1"}
-    assert metrics.tokens_per_second(tables.requests, "speculative") > 0
+    assert metrics.tokens_per_second(tables.requests, "repeat") > 0
 
 
 class Breaks(Repeat):
@@ -377,16 +377,16 @@ def test_one_token_a_prompt_is_all_prefill_and_still_leaves_a_run(tmp_path):
 def test_the_baseline_can_be_left_out(tmp_path):
     assert run(lab(), settings(tmp_path, baseline=False), CONFIG, quiet()) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert list(summary["arms"]) == ["speculative"]
+    assert list(summary["arms"]) == ["repeat"]
     assert summary["speedup"]["mean"] is summary["baseline_tokens_per_second"] is None
 
 
 def test_further_proposers_are_arms_of_their_own(tmp_path):
     assert run(lab(more_proposers={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
     tables = metrics.load(tmp_path)
-    assert metrics.arms(tables) == ["speculative", "longer", "baseline"]
+    assert metrics.arms(tables) == ["repeat", "longer", "baseline"]
     assert tables.requests.groupby("arm")["order"].agg(set).tolist() == [{0, 1, 2}] * 3
-    assert tables.steps.groupby("arm")["depth"].max().to_dict() == {"speculative": 2, "longer": 4, "baseline": 0}
+    assert tables.steps.groupby("arm")["depth"].max().to_dict() == {"repeat": 2, "longer": 4, "baseline": 0}
 
 
 def test_three_arms_rotate_and_every_second_rotation_runs_backwards(tmp_path):

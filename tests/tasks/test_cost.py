@@ -122,7 +122,7 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 0
     frame = load(out)
     assert list(frame.columns) == [*COST, *NEWER] and not (out / "parts").exists()
-    assert set(frame["arm"]) == {"nodes 0", "nodes 2", "nodes 5", "speculative", "baseline"}
+    assert set(frame["arm"]) == {"nodes 0", "nodes 2", "nodes 5", "repeat", "baseline"}
     assert len(frame) == 5 * 2 * 2 * 2 and frame["id"].is_unique
     assert (frame.loc[frame["fixed"], "nodes"] == frame.loc[frame["fixed"], "arm"].str[6:].astype(int)).all()
     summary = json.loads((out / "summary.json").read_text())
@@ -131,7 +131,7 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     assert t[2, 8, 5.0]["seconds"] == pytest.approx(
         rows[["target", "probabilities", "commit", "between"]].sum(axis=1).median()
     )
-    assert {arm["arm"] for arm in summary["arms"]} == {"speculative", "baseline"}
+    assert {arm["arm"] for arm in summary["arms"]} == {"repeat", "baseline"}
     assert (out / "figures" / "cost.png").stat().st_size > 10_000
     even = without_drift(frame).loc[rows.index]
     median = even[["target", "probabilities", "commit", "between"]].sum(axis=1).median()

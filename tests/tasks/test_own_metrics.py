@@ -56,7 +56,7 @@ def summary(done):
 
 def test_summary_and_table_hold_the_values_of_every_arm(done, summary):
     rows = pd.read_parquet(done[0] / "a=1" / "metrics.parquet").set_index(["arm", "metric", "request"])["value"]
-    letters = rows["speculative"]["letters"]
+    letters = rows["repeat"]["letters"]
     assert letters.to_dict() == {n: 12 + n for n in range(19)} and rows["baseline"]["longest"].to_dict() == {-1: 12}
     for figures in (summary, *summary["arms"].values()):
         values = figures["metrics"]["letters"]
@@ -81,7 +81,7 @@ def test_terminal_and_report_show_the_values(done, summary):
 def test_a_sweep_s_table_and_a_search_find_them(done, summary):
     table = sweep.collect(done[0])
     assert own_figures(table) == [f"metrics.{name}" for name in NAMES]
-    row = table.set_index("arm").loc["speculative"]
+    row = table.set_index("arm").loc["repeat"]
     assert row["metrics.letters_low"] == summary["metrics"]["letters"]["low"]
     assert result("metrics.letters.mean", done[0] / "a=1") == row["metrics.letters"]
     assert "letters" in report.write(done[0]).read_text()

@@ -46,7 +46,7 @@ def build(folder, sampling: Sampling) -> Lab:
 def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert run(build(folder, Sampling()), settings(tmp_path, batch_size=1, max_new_tokens=24), {}) == 0
     tables = metrics.load(tmp_path)
-    names = ["speculative", "assisted", "assisted_same", "bare", "greedy", "prompt_lookup", "baseline"]
+    names = ["repeat", "assisted", "assisted_same", "bare", "greedy", "prompt_lookup", "baseline"]
     assert metrics.arms(tables) == names
     for arm in names[:-1]:
         assert metrics.identical_outputs(tables.requests, arm) == 1.0
@@ -54,7 +54,7 @@ def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert (peers["prefill_tokens"] + peers["decode_tokens"] == 24).all()
     assert (peers[peers["arm"].isin(["greedy", "bare"])]["prefill_tokens"] == 1).all()
     assert (peers[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
-    assert set(tables.forwards["arm"]) == {"speculative", "baseline"}
+    assert set(tables.forwards["arm"]) == {"repeat", "baseline"}
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["arms"]["assisted"]["speedup"]["mean"] > 0
     assert summary["arms"]["assisted"]["tau_pooled"] is None

@@ -62,7 +62,7 @@ def done(request, tmp_path_factory):
 @pytest.mark.nightly
 def test_each_arm_continues_its_own_answers(done):
     table = rows(done[0])
-    for arm in ("speculative", "baseline"):
+    for arm in ("repeat", "baseline"):
         assert [key[1:] for key in table if key[0] == arm and key[2] == 1] == [(chat.name, 1) for chat in CHATS]
         for chat in CHATS:
             for turn in range(1, chat.turns):
@@ -101,7 +101,7 @@ def test_the_seconds_of_a_group_are_those_of_all_its_turns(done):
 def test_only_the_last_answer_of_a_conversation_is_checked(done):
     out, printed = done
     table = rows(out)
-    for arm in ("speculative", "baseline"):
+    for arm in ("repeat", "baseline"):
         assert table[arm, "b", 1]["checker"] == table[arm, "c", 2]["checker"] == "contains"
         assert table[arm, "c", 1]["checker"] == table[arm, "a", 3]["checker"] == ""
         assert pd.isna(table[arm, "c", 1]["correct"])
@@ -121,8 +121,8 @@ def test_all_arms_may_continue_the_baselines_answers(tmp_path):
     chat_prompts = chats(temperature=1.0)
     assert run(chat_prompts, settings(tmp_path), CONFIG, quiet(), history="baseline") == 0
     table = rows(tmp_path)
-    assert table["speculative", "a", 1]["text"] != table["baseline", "a", 1]["text"]
-    for arm in ("speculative", "baseline"):
+    assert table["repeat", "a", 1]["text"] != table["baseline", "a", 1]["text"]
+    for arm in ("repeat", "baseline"):
         before = table["baseline", "a", 1]
         assert table[arm, "a", 2]["prompt"] == f"{before['prompt']}{before['text']}\n\non the mat"
 
@@ -192,7 +192,7 @@ def test_later_turns_reuse_the_kv_cache_of_earlier_ones(tmp_path):
         assert run(chat_prompts, settings(tmp_path / name, **more), CONFIG, quiet()) == 0
     plain, cached = (rows(tmp_path / name) for name in ("plain", "cached"))
     assert {key: row["text"] for key, row in plain.items()} == {key: row["text"] for key, row in cached.items()}
-    for arm in ("speculative", "baseline"):
+    for arm in ("repeat", "baseline"):
         first, second = (cached[arm, "a", turn]["cached_tokens"] for turn in (1, 2))
         assert first == 0 and second >= len("the cat sat on the mat")
 

@@ -259,7 +259,7 @@ def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_pat
     assert study_verifiers(laboratory, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     (only,) = summary["proposers"].values()
-    assert list(summary["proposers"]) == ["speculative"] and list(only["verifiers"]) == ["lenient"]
+    assert list(summary["proposers"]) == ["repeat"] and list(only["verifiers"]) == ["lenient"]
     assert only["compared_with"] == "lenient" and only["verifiers"]["lenient"]["difference"]["mean"] == 0
     assert not only["verifiers"]["lenient"]["lossless"]
     assert only["verifiers"]["lenient"]["expected_accepted"]["low"] is None  # one prompt has no interval

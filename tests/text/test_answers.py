@@ -106,7 +106,7 @@ def test_a_text_is_cut_after_so_many_tokens(answered, whole, expected):
     assert text.tokens == tuple(range(expected[-1][1] if expected else 0))
 
 
-def run(tmp_path, *changes, arms=("speculative", "baseline"), weights="ab", source=None):
+def run(tmp_path, *changes, arms=("medusa", "baseline"), weights="ab", source=None):
     """A run's folder with two prompts, answered by each arm."""
     reads = tokenizer()
     rows = []
@@ -134,7 +134,7 @@ def test_answers_of_a_run_are_its_baselines(tmp_path, name):
 
 
 def test_a_run_without_a_baseline_has_its_first_arms_answers(tmp_path):
-    reads = run(tmp_path, arms=("speculative",))
+    reads = run(tmp_path, arms=("medusa",))
     assert [text.name for text in read_answers(str(tmp_path), reads, set())] == ["p0", "p1"]
 
 
@@ -149,8 +149,8 @@ def test_answers_of_one_conversation_and_to_one_prompt_follow_each_other(tmp_pat
 
 
 def test_answers_of_a_lossy_verifier_are_refused(tmp_path):
-    reads = run(tmp_path, arms=("speculative",))
-    arms = {"speculative": {"lossless": False, "verifier": "typical"}, "baseline": {"lossless": True}}
+    reads = run(tmp_path, arms=("medusa",))
+    arms = {"medusa": {"lossless": False, "verifier": "typical"}, "baseline": {"lossless": True}}
     (tmp_path / "summary.json").write_text(json.dumps({"arms": arms}))
     with pytest.raises(Unreadable, match=r"its verifier \(typical\) is lossy"):
         read_answers(str(tmp_path), reads, set())
@@ -211,7 +211,7 @@ def test_a_run_of_another_target_or_without_a_table_is_refused(tmp_path):
 
 
 def test_a_run_without_answers_is_refused(tmp_path):
-    reads = run(tmp_path, (0, {"tokens": []}), arms=("speculative",))
+    reads = run(tmp_path, (0, {"tokens": []}), arms=("medusa",))
     rows = pq.read_table(tmp_path / "requests.parquet", columns=list(COLUMNS)).slice(0, 1)
     pq.write_table(rows, tmp_path / "requests.parquet")
     with pytest.raises(Unreadable, match="holds no answers"):

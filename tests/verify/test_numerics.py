@@ -467,7 +467,7 @@ def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     target = tiny_target()
     proposer = draft_model("2x2x1", drawn, temperature=1.5)
     _, infos = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
-    steps = [step for step in writer.rows_of(infos, 0, "speculative")[1] if step["nodes"]]
+    steps = [step for step in writer.rows_of(infos, 0, "repeat")[1] if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
     drafter = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything or almost everything is accepted
     _, infos = decode(target, drafter, requests(Sampling(1.0), 16), verifier)
@@ -512,14 +512,14 @@ def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_
     empty = np.array([flag for info in infos for flag in info.empty])
     assert 0 < empty.sum() < len(empty)
     assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
-    forwards, steps = writer.rows_of(infos, 0, "speculative")
+    forwards, steps = writer.rows_of(infos, 0, "repeat")
     assert [step["empty_residual"] for step in steps] == empty.tolist()
     outcomes = writer.outcomes(group.sequences, infos, group.errors)
     asked = [
-        writer.request_row(outcome, Prompt(outcome.request.name, "x"), "x", [], 0, 0, "speculative", 0)
+        writer.request_row(outcome, Prompt(outcome.request.name, "x"), "x", [], 0, 0, "repeat", 0)
         for outcome in outcomes
     ]
     Recorder(tmp_path).write(0, forwards, steps, asked)
     Recorder(tmp_path).gather()
-    summary = metrics.summarise(load(tmp_path), "speculative")
+    summary = metrics.summarise(load(tmp_path), "repeat")
     assert 0 < summary["empty_residuals"] <= empty.sum()

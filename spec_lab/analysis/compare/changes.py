@@ -47,9 +47,9 @@ class Comparison:
 def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     """Compare runs or sweeps; the package's docstring says how.
 
-    Arms of the same name are compared, or the main arms if no name is shared. Of one run alone, the other arms are
-    compared with the main one. Only finished groups are read, so a run may still be running; groups in which a request
-    broke are left out.
+    Arms of the same name are compared, and the main arms if neither run has the other's. Of one run alone, the other
+    arms are compared with the main one. Only finished groups are read, so a run may still be running; groups in which
+    a request broke are left out.
 
     Args:
         folders: runs or sweeps.

@@ -10,7 +10,7 @@ from spec_lab.analysis.compare.changes import Comparison
 def as_frame(comparison: Comparison) -> pd.DataFrame:
     """Return one row for each figure of a pair of arms, for notebooks and CSV.
 
-    Columns: ``reference`` and ``other`` (labels), their folders, arms (keys) and arms' names, ``figure``,
+    Columns: ``reference`` and ``other`` (labels), their folders, arms, ``figure``,
     ``reference_value``, ``other_value``, ``change`` (a factor where ``relative``, else a difference), its own interval
     (``low``, ``high``) and the one that holds together with all others (``simultaneous_low``, ``simultaneous_high``),
     ``smallest``, ``unit``, ``units``, ``paired``, ``verdict``, ``why``; ``identical_outputs`` belongs to the pair.
@@ -25,8 +25,6 @@ def as_frame(comparison: Comparison) -> pd.DataFrame:
             "other_folder": folders[pair.other],
             "reference_arm": pair.arms[0],
             "other_arm": pair.arms[1],
-            "reference_name": pair.names[0],
-            "other_name": pair.names[1],
         }
         for change in pair.changes:
             values = {"figure": change.figure, "reference_value": change.reference, "other_value": change.other}

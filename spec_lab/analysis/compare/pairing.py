@@ -92,7 +92,6 @@ class ArmComparison:
     Args:
         reference, other: labels of the runs.
         arms: keys of the reference's arm and the other's.
-        names: the names under which they are shown.
         parts: proposer, verifier and prompts of the reference's arm and the other's.
         prompts, groups: number of pairs of units; 0 where the runs are compared unpaired.
         identical: share of the shared prompts with the same output tokens in both; NaN without shared prompts.
@@ -102,7 +101,6 @@ class ArmComparison:
     reference: str
     other: str
     arms: tuple[str, str]
-    names: tuple[str, str]
     parts: tuple[ArmParts, ArmParts]
     prompts: int
     groups: int
@@ -126,8 +124,10 @@ def compare_arms(reference: RunRows, other: RunRows) -> list[ArmComparison]:
             )
         arms = [(reference.arms[0], arm) for arm in reference.arms[1:]]
     else:
-        shared = [(arm, arm) for arm in reference.arms if arm in other.arms]
-        arms = shared or [(reference.arms[0], other.arms[0])]
+        arms = [(arm, arm) for arm in reference.arms if arm in other.arms]
+        mains = reference.arms[0], other.arms[0]
+        if mains[0] not in other.arms and mains[1] not in reference.arms:
+            arms = [mains, *arms]  # of two proposers
     prompts = _shared(_prompts(reference.requests), _prompts(other.requests))
     groups = _shared(_groups(reference.requests), _groups(other.requests))
     return [
@@ -135,7 +135,6 @@ def compare_arms(reference: RunRows, other: RunRows) -> list[ArmComparison]:
             reference.selected.label,
             other.selected.label,
             pair,
-            (reference.name(pair[0]), other.name(pair[1])),
             (reference.parts(pair[0]), other.parts(pair[1])),
             0 if prompts is None else len(prompts),
             0 if groups is None else len(groups),

@@ -11,7 +11,6 @@ import pandas as pd
 from spec_lab.analysis import metrics
 from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
 from spec_lab.analysis.metrics import TimingVerdict
-from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.roofline_text import share_in_words
 from spec_lab.core.roofline import Roofline
 from spec_lab.results.manifest import without_groups
@@ -77,13 +76,9 @@ class RunRows:
         with_forwards = set(self.tables.forwards["arm"]) - {"baseline"}
         return [arm for arm in metrics.arms(self.tables) if arm in with_forwards]
 
-    def name(self, arm: str) -> str:
-        """Return the name under which an arm is shown."""
-        return names_in_manifest(self.manifest).get(arm, arm)
-
     def parts(self, arm: str) -> ArmParts:
         """Return proposer, verifier and prompts of an arm."""
-        proposer = self.manifest["proposers"].get(arm, {}).get("name") or self.name(arm)
+        proposer = self.manifest["proposers"].get(arm, {}).get("name") or arm
         verifier = (self.manifest.get("parts") or {}).get("verifier") or ""
         return ArmParts(str(proposer), str(verifier), ", ".join(sorted(set(self.requests["workload"]))))
 
@@ -95,7 +90,7 @@ class RunRows:
 
     def verdict(self) -> TimingVerdict:
         """Return whether the run's times can be trusted."""
-        return metrics.run_verdict(self.tables, self.manifest, names_in_manifest(self.manifest))
+        return metrics.run_verdict(self.tables, self.manifest)
 
     def described(self) -> str:
         """Return proposer, size and state of the run, in words."""

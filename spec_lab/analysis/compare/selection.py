@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spec_lab.analysis.names import MAIN
 from spec_lab.core.files import Unreadable
 from spec_lab.results import run_names, run_state, sources, sweep
 from spec_lab.results.manifest import begun
@@ -204,7 +203,7 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _trees(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the draft tree of each arm, by its option: as the run chose it where the option leaves it open."""
     return {
-        "proposer.tree" if arm == MAIN else f"arms.{arm}.tree": facts["tree"]
+        f"arms.{arm}.tree" if arm in (manifest["config"].get("arms") or ()) else "proposer.tree": facts["tree"]
         for arm, facts in manifest["proposers"].items()
         if "tree" in facts
     }

@@ -47,7 +47,7 @@ def changes(table: pd.DataFrame, figure: str, heading: str) -> Figure | None:
     for line, row in enumerate(kept.to_dict("records")):
         middle, low, high = (float(row[name]) for name in ("change", "simultaneous_low", "simultaneous_high"))
         known = row["verdict"] in ("significant", "not significant")
-        ink = palette.colour(row["other_name"])
+        ink = palette.colour(row["other_arm"])
         face = ink if row["verdict"] == "significant" else "white"
         if max(middle, high if known else middle) > end:
             clipped += 1

@@ -23,7 +23,7 @@ def decode_steps(steps: pd.DataFrame, arm: str) -> pd.DataFrame:
 
     Args:
         steps: the run's table ``steps``.
-        arm: its name in the column ``arm``, such as "speculative" for the arm of ``proposer``.
+        arm: its name in the column ``arm``, such as the name of the proposer.
     """
     return steps[(steps["arm"] == arm) & ~steps["prefill"] & ~steps["finish"].isin(BROKEN)]
 

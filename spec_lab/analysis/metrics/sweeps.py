@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from spec_lab.analysis.names import arm_names
 from spec_lab.results import run_names, run_state, sweep
 
 MAX_VERDICTS = 40
@@ -24,17 +23,6 @@ def varied(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 def numeric(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the varied options with at least two numbers among their values, seeds left out."""
     return [key for key in varied(table, keys) if key != "seed" and _numbers(table[key]).nunique() > 1]
-
-
-def named(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with the names under which arms are shown (``names.arm_names``), run by run."""
-    if not {"run", "arm", "proposer_name"} <= set(table):
-        return table
-    proposers: dict[str, dict[str, str | None]] = {}
-    for run, arm, name in table[["run", "arm", "proposer_name"]].itertuples(index=False):
-        proposers.setdefault(run, {})[arm] = name if isinstance(name, str) else None
-    names = {run: arm_names(arms) for run, arms in proposers.items()}
-    return table.assign(arm=[names[run].get(arm, arm) for run, arm in zip(table["run"], table["arm"], strict=True)])
 
 
 def compared_arms(table: pd.DataFrame) -> list[str]:
@@ -148,8 +136,8 @@ def by_option(
 
 
 def _compared(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that are compared with a baseline, with the names under which their arms are shown."""
-    return named(table[table["arm"].notna() & (table["arm"] != "baseline")])
+    """Return the rows that are compared with a baseline."""
+    return table[table["arm"].notna() & (table["arm"] != "baseline")]
 
 
 def _arm_tells(table: pd.DataFrame, keys: Sequence[str]) -> bool:

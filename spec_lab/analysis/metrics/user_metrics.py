@@ -106,7 +106,7 @@ def returned_names(metrics: Mapping[str, Metric]) -> list[str] | None:
     every = True
     for part, metric in metrics.items():
         try:
-            returned = _called(part, metric, Tables.empty(), "speculative")
+            returned = _called(part, metric, Tables.empty(), "")
         except _Raised:
             every = False
             continue
@@ -156,7 +156,7 @@ def _nearest(error: BaseException, tables: Tables) -> str:
 def _taken() -> frozenset[str]:
     """Return the names and headings of the figures that every run has."""
     headings = {figure.heading.removesuffix(" [95 %]") for figure in COLUMNS.values()}
-    return frozenset({*summarise(Tables.empty(), "speculative"), *COLUMNS, *headings, *HEADINGS})
+    return frozenset({*summarise(Tables.empty(), ""), *COLUMNS, *headings, *HEADINGS})
 
 
 def _check_name(part: str, name: Any, others: Mapping[str, Any]) -> None:

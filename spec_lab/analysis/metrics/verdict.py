@@ -135,7 +135,6 @@ def timing_verdict(
     resources: Resources,
     baseline: str = "baseline",
     unit: str = "group",
-    names: Mapping[str, str] | None = None,
     speed: str = "tokens/s",
 ) -> TimingVerdict:
     """Return the verdict on a result.
@@ -145,20 +144,18 @@ def timing_verdict(
         resources: what the run computes with.
         baseline: the arm that others are compared with; without it, speeds are judged.
         unit: what a row is, for the reasons.
-        names: under which arms are shown.
         speed: what ``tokens`` per second are, for the reasons.
     """
-    names = {arm: (names or {}).get(arm, arm) for arm in arms}
     arms = {arm: table for arm, table in arms.items() if len(table)}
     if not arms:
         return TimingVerdict("not reliable", (TimingReason("none", 2, f"no {unit} has times in every arm"),))
     findings = [
         *_few(arms, unit),
         *_load(arms, resources),
-        *_outliers(arms, baseline, unit, names, speed),
-        *_drift(arms, baseline, unit, names),
-        *_spread(arms, names),
-        *_apart(arms, baseline, unit, names),
+        *_outliers(arms, baseline, unit, speed),
+        *_drift(arms, baseline, unit),
+        *_spread(arms),
+        *_apart(arms, baseline, unit),
     ]
     words: tuple[Word, ...] = ("reliable", "doubtful", "not reliable")
     findings.sort(key=lambda finding: -finding.severity)
@@ -192,15 +189,14 @@ def slow_units(arms: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
     return factors
 
 
-def run_verdict(tables: Tables, manifest: Mapping[str, Any], names: Mapping[str, str] | None = None) -> TimingVerdict:
+def run_verdict(tables: Tables, manifest: Mapping[str, Any]) -> TimingVerdict:
     """Return the verdict on the finished groups of a benchmark, with the machine of its manifest.
 
     Args:
         tables: the run's rows.
         manifest: of the run.
-        names: under which arms are shown.
     """
-    return timing_verdict(units_of_run(tables), Resources.of(manifest), names=names)
+    return timing_verdict(units_of_run(tables), Resources.of(manifest))
 
 
 # Reasons -----------------------------------------------------------------------------------------------------------
@@ -247,7 +243,7 @@ def _load(arms: Mapping[str, pd.DataFrame], resources: Resources) -> list[Timing
     return findings
 
 
-def _spread(arms: Mapping[str, pd.DataFrame], names: Mapping[str, str]) -> list[TimingReason]:
+def _spread(arms: Mapping[str, pd.DataFrame]) -> list[TimingReason]:
     """Judge how much the time of the same forwards varies between units."""
     findings, slow = [], slow_units(arms)
     for arm, table in arms.items():
@@ -257,14 +253,12 @@ def _spread(arms: Mapping[str, pd.DataFrame], names: Mapping[str, str]) -> list[
         low, high = rest.quantile([0.1, 0.9])
         deviation = (high - low) / 2.563  # of a normal distribution the quantiles are so many deviations apart
         if deviation > SPREAD:
-            reason = f"the time of the same forwards of {names[arm]} varies by {100 * deviation:.0f} % between units"
+            reason = f"the time of the same forwards of {arm} varies by {100 * deviation:.0f} % between units"
             findings.append(TimingReason("spread", 1, reason))
     return findings
 
 
-def _outliers(
-    arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str], speed: str
-) -> list[TimingReason]:
+def _outliers(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, speed: str) -> list[TimingReason]:
     """Judge units that are slower than the others of their arm, by what they change."""
     slow = slow_units(arms)
     units = sorted({number for each in slow.values() for number in each.index})
@@ -279,11 +273,11 @@ def _outliers(
         every = _result(arms, arm, baseline)
         rest = _result({name: table.drop(units, errors="ignore") for name, table in arms.items()}, arm, baseline)
         severity = max(severity, _severity(abs(np.log(rest / every)) if rest > 0 else np.inf, EFFECT))
-        changes.append(f"{names[arm]} {rest:.2f} instead of {every:.2f}" if rest > 0 else f"{names[arm]} none")
+        changes.append(f"{arm} {rest:.2f} instead of {every:.2f}" if rest > 0 else f"{arm} none")
     if not severity:
         return []
     worst = sorted(((factor, number, arm) for arm, each in slow.items() for number, factor in each.items()))[::-1]
-    listed = [f"{unit} {number} of {names[arm]} {factor:.3g} times" for factor, number, arm in worst[:2]]
+    listed = [f"{unit} {number} of {arm} {factor:.3g} times" for factor, number, arm in worst[:2]]
     more = ", ..." if len(worst) > len(listed) else ""
     return [
         TimingReason(
@@ -306,14 +300,14 @@ def _result(arms: Mapping[str, pd.DataFrame], arm: str, baseline: str) -> float:
     return ratio(both["tokens"] * both["seconds_base"], both["seconds"] * both["tokens_base"])
 
 
-def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[TimingReason]:
+def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str) -> list[TimingReason]:
     """Judge a change of the machine's speed between the first and the second half of the units."""
     first = baseline if baseline in arms else next(iter(arms))
     base = arms[first]["slowness"]
-    series = {f"{names[first]}": base}
+    series = {first: base}
     for arm, table in arms.items():
         if arm != first:
-            series[f"{names[arm]}, against {names[first]},"] = (table["slowness"] - base).dropna()
+            series[f"{arm}, against {first},"] = (table["slowness"] - base).dropna()
     findings = []
     for who, each in series.items():
         half = len(each) // 2
@@ -332,7 +326,7 @@ def _drift(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
     return findings
 
 
-def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Mapping[str, str]) -> list[TimingReason]:
+def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str) -> list[TimingReason]:
     """Judge how far the ratio of sums and the geometric mean are apart."""
     findings = []
     for arm, table in arms.items():
@@ -343,7 +337,7 @@ def _apart(arms: Mapping[str, pd.DataFrame], baseline: str, unit: str, names: Ma
         sums, mean = _result(arms, arm, baseline), float(np.exp(np.log(each).mean()))
         if abs(np.log(sums / mean)) > np.log1p(APART):
             reason = (
-                f"the speed-up of {names[arm]} is {sums:.2f} as a ratio of sums and {mean:.2f} as a geometric mean: "
+                f"the speed-up of {arm} is {sums:.2f} as a ratio of sums and {mean:.2f} as a geometric mean: "
                 f"it depends on how {unit}s are weighted"
             )
             findings.append(TimingReason("means", 1, reason))

@@ -12,11 +12,10 @@ import pandas as pd
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, resampled_sums
-from spec_lab.analysis.names import names_in_manifest
-from spec_lab.core.files import read_json
 from spec_lab.propose import trees
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
+from spec_lab.results.old_names import read_summary
 
 TOP_DOWN = ("token", "match", "typical", "relaxed", "lenient", "kseq", "gumbel")
 """Verifiers that accept a token by what stands above and beside it: deeper tokens do not change whether it is accepted,
@@ -151,16 +150,16 @@ def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[st
     tables = metrics.load(folder)
     if not len(tables.steps):
         raise ValueError(f"{folder} holds no steps of a run; projection requires a benchmark's rows")
-    names, verifiers = names_in_manifest(manifest), _verifiers(folder)
+    verifiers = _verifiers(folder)
     designs: list[RecordedDesign] = []
     idle: list[str] = []
     for arm in metrics.arms(tables):
         steps, facts = metrics.decode_steps(tables.steps, arm), manifest["proposers"].get(arm, {})
-        name = ", ".join(text for text in (label, names.get(arm, arm)) if text)
-        proposer = str(facts.get("name", names.get(arm, arm)))
+        name = ", ".join(text for text in (label, arm) if text)
+        proposer = str(facts.get("name", arm))
         if len(steps) and steps["depth"].max() > 0:
             design = of_steps(steps, name, proposer, verifiers.get(arm, ""), facts)
-            designs.append(replace(design, arm=names.get(arm, arm)))
+            designs.append(replace(design, arm=arm))
         elif arm in manifest["proposers"] and proposer != "none":
             idle.append(name)
     return designs, idle
@@ -231,5 +230,5 @@ def _static(facts: Mapping[str, Any], depth: int) -> np.ndarray | None:  # [K]
 
 def _verifiers(folder: Path) -> dict[str, str]:
     """Return the names of the arms' verifiers, from ``summary.json``; none of a run that has not ended."""
-    summary = read_json(folder / "summary.json") or {}
+    summary = read_summary(folder / "summary.json") or {}
     return {arm: str(facts.get("verifier") or "") for arm, facts in summary.get("arms", {}).items()}

@@ -11,7 +11,6 @@ import pandas as pd
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.phases import since_last_step
-from spec_lab.analysis.names import names_in_manifest, with_names
 from spec_lab.analysis.projection.costs import COLUMNS, MINIMUM, PROPOSER, TABLE, MeasuredForward, grids, measured
 from spec_lab.analysis.projection.drafting import passes
 from spec_lab.analysis.text import verdict_line
@@ -52,7 +51,7 @@ def verdict_of_costs(path: Path) -> str:
 
 
 def forwards_of_run(folder: Path) -> pd.DataFrame:
-    """Return ``forwards_of`` the steps of a run; arms have the names under which they are shown.
+    """Return ``forwards_of`` the steps of a run.
 
     Raises:
         ValueError: it holds no run, or no steps of a baseline.
@@ -61,13 +60,12 @@ def forwards_of_run(folder: Path) -> pd.DataFrame:
     manifest = begun(folder)
     if manifest is None:
         raise ValueError(f"{folder} holds neither {TABLE} nor a run; --costs requires a CSV file or a run's directory")
-    names = names_in_manifest(manifest)
-    proposers = {names.get(arm, arm): str(facts.get("name", "")) for arm, facts in manifest["proposers"].items()}
+    proposers = {arm: str(facts.get("name", "")) for arm, facts in manifest["proposers"].items()}
     tables = metrics.load(folder)
     plain = tables.forwards[tables.forwards["arm"] == BASELINE]
     if plain["prefill"].all():
         raise ValueError(f"{folder} has no steps of the baseline, which --costs requires: run with baseline=true")
-    return forwards_of(with_names(tables, names), proposers)
+    return forwards_of(tables, proposers)
 
 
 def forwards_of(tables: metrics.Tables, proposers: Mapping[str, str]) -> pd.DataFrame:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import limits_in_words
 from spec_lab.core.terminal import short_path
 from spec_lab.results.old_names import target_dtype
@@ -25,7 +24,6 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]
-    names = arm_names({arm: facts.get("name") for arm, facts in proposers.items()})
     device = (target_dtype(manifest), device_text(manifest), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
@@ -33,8 +31,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
         "model": short_path(target.get("path")),
         "precision, device, attention": ", ".join(str(fact) for fact in device if fact),
         "proposers": "; ".join(
-            arm if facts.get("name") in (None, arm) else f"{arm}: {facts['name']}"
-            for arm, facts in renamed(proposers, names).items()
+            arm if facts.get("name") in (None, arm) else f"{arm}: {facts['name']}" for arm, facts in proposers.items()
         ),
         "constraint": constraint,
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),

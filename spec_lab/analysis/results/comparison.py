@@ -53,7 +53,7 @@ def result(comparison: Comparison) -> Result:
     equal = "The configurations are equal: differences come from chance, code or machine."
     verdicts = [f"{label}: {verdict_line(judged.summary())}" for label, judged in comparison.verdicts.items()]
     frame = as_frame(comparison)
-    columns = [frame[name] for name in ("reference", "other", "reference_name", "other_name")]
+    columns = [frame[name] for name in ("reference", "other", "reference_arm", "other_arm")]
     frame["label"] = [_label(*row) for row in zip(*columns, strict=True)]
     drawn = {figures.file_name("change", name): partial(figures.changes, frame, name, heading(name))
              for name in dict.fromkeys(frame["figure"])}  # fmt: skip
@@ -82,7 +82,7 @@ def _key(comparison: Comparison) -> Section | None:
     rows = []
     for pair in comparison.pairs[:MAX_KEY]:
         changes = {change.figure: change for change in pair.changes}
-        cells = [Cell(_label(pair.reference, pair.other, *pair.names))]
+        cells = [Cell(_label(pair.reference, pair.other, *pair.arms))]
         for name in KEY_CHANGES:
             change = changes.get(name)
             text = change_text(change, change.simultaneous.mean) if change else ""
@@ -94,14 +94,14 @@ def _key(comparison: Comparison) -> Section | None:
     return Section("", f"The first {MAX_KEY} of {len(comparison.pairs)} pairs." * (more > 0), DataTable(columns, rows))
 
 
-def _label(reference: str, other: str, reference_name: str, other_name: str) -> str:
+def _label(reference: str, other: str, reference_arm: str, other_arm: str) -> str:
     """Return a row's label: the runs where there are two, and the arms."""
-    arms = other_name if other_name == reference_name else f"{other_name} / {reference_name}"
+    arms = other_arm if other_arm == reference_arm else f"{other_arm} / {reference_arm}"
     return arms if reference == other else f"{other} / {reference}: {arms}"
 
 
 def _changes(pair: ArmComparison, level: float, explained: bool) -> DataTable:
-    reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
+    reference, other = pair.arms if pair.reference == pair.other else (pair.reference, pair.other)
     rows = []
     for change in pair.changes:
         tested = change.verdict not in ("identical", "too few", "not tested")
@@ -138,10 +138,10 @@ def _settings(title: str, settings: Sequence[SettingValues]) -> list[Section]:
 
 def pair_title(pair: ArmComparison) -> str:
     """Return which arms of which runs are compared, and on how many prompts."""
-    reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
+    reference, other = pair.arms if pair.reference == pair.other else (pair.reference, pair.other)
     title = f"{other} compared with {reference}"
     if pair.reference != pair.other:
-        title += f": {pair.names[0]}" if pair.names[0] == pair.names[1] else f": {pair.names[1]} with {pair.names[0]}"
+        title += f": {pair.arms[0]}" if pair.arms[0] == pair.arms[1] else f": {pair.arms[1]} with {pair.arms[0]}"
     if pair.prompts:
         title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
     return title

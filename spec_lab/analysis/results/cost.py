@@ -9,7 +9,6 @@ from typing import Any
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import ratio
-from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import verdict_line
 from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, ended_run
@@ -35,7 +34,7 @@ def result(folder: Path) -> Result:
     """
     manifest, summary = ended_run(folder, SUMMARY)
     cases = {f"{_case(row)}: baseline": row for row in summary.get("baseline", ())}
-    names, nodes = names_in_manifest(manifest), sorted(summary["nodes"], key=lambda row: row["nodes"])
+    nodes = sorted(summary["nodes"], key=lambda row: row["nodes"])
     first = {_case(row): row["seconds"] for row in nodes if row["nodes"] == 0}
     relative = [{**row, "seconds": ratio(row["seconds"], first.get(_case(row), 0)), "low": None} for row in nodes]
 
@@ -43,8 +42,7 @@ def result(folder: Path) -> Result:
         return tuple(cell(row[name], ".0f") for name in ("batch", "context"))
 
     def arm(row: Row) -> tuple[Cell, ...]:
-        name = str(names.get(row["arm"], row["arm"]))
-        return (Cell(name, colour=figures.colour(name)),)
+        return (Cell(row["arm"], colour=figures.colour(row["arm"])),)
 
     by_nodes = [("batch", True), ("context", True)], batch, lambda row: f"{row['nodes']:g}"
     return Result(

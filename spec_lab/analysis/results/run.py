@@ -11,7 +11,6 @@ from typing import Any
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import PHASES, Tables
 from spec_lab.analysis.metrics.frames import Ranks
-from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_table
 from spec_lab.analysis.roofline_text import baseline_notes, roofline_notes
@@ -107,7 +106,7 @@ Arms = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run, arms by the names under which they are shown.
+    """The files of a run.
 
     Args:
         folder: its directory.
@@ -136,12 +135,9 @@ class RunFiles:
             Unreadable: files that are not readable.
         """
         manifest, summary = read_run(folder, SUMMARY)
-        names = names_in_manifest(manifest)
-        manifest["proposers"] = renamed(manifest["proposers"], names)
-        for name in ("bounds", "output_margins", "cached_prompt_shares"):
-            summary[name] = renamed(summary.get(name) or {}, names)
-        tables, recorded = with_names(metrics.load(folder), names), renamed(summary.get("arms") or {}, names)
-        summary["arms"] = recorded
+        for name in ("arms", "bounds", "output_margins", "cached_prompt_shares"):
+            summary[name] = summary.get(name) or {}
+        tables, recorded = metrics.load(folder), summary["arms"]
         return RunFiles(folder, manifest, summary, tables, {arm: recorded.get(arm, {}) for arm in metrics.arms(tables)})
 
 

@@ -90,7 +90,7 @@ def _rows(folder: Path) -> pd.DataFrame:
     """
     file = folder / "served.parquet"
     try:
-        rows = with_columns(read_table(file)).to_pandas().astype(COLUMNS)
+        rows = with_columns(read_table(file), folder).to_pandas().astype(COLUMNS)
         broken = rows.loc[rows["error"] != "", "segment"].unique()
         return rows.loc[~rows["segment"].isin(broken), [*COLUMNS, *[OTHER] * (OTHER in rows)]]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

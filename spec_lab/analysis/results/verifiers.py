@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures
-from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.results.bounds import BOUNDS, bounds_notes
 from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run, interval
 
@@ -46,16 +45,14 @@ def result(folder: Path) -> Result:
         ValueError: the task has not ended; files that are not readable.
     """
     manifest, summary = ended_run(folder, SUMMARY)
-    names = arm_names({arm: facts["name"] for arm, facts in summary["proposers"].items()})
-    proposers = {name: facts for name, facts in renamed(summary["proposers"], names).items() if facts["drafts"]}
+    proposers = {name: facts for name, facts in summary["proposers"].items() if facts["drafts"]}
     drawn = {name: partial(figures.verifier_panels, proposers, name) for name in ("accepted", "time")}
     together = _together(proposers)
     accepted = [Section(_title(name, facts), ACCEPTED * (name == [*proposers][-1]), _accepted(together, name))
                 for name, facts in proposers.items()]  # fmt: skip
     left_out: dict[str, list[str]] = {}
     for pair in summary["left_out"]:
-        proposer = names.get(pair["proposer"], pair["proposer"])
-        left_out.setdefault(f"{proposer} (drawn {pair['drawn']})", []).append(pair["verifier"])
+        left_out.setdefault(f"{pair['proposer']} (drawn {pair['drawn']})", []).append(pair["verifier"])
     pairs = "; ".join(f"{proposer} with {', '.join(each)}" for proposer, each in left_out.items())
     notes = [f"Left out, as the verifiers do not support such drafts: {pairs}."] * bool(pairs)
     times = [row for name, facts in proposers.items() for row in _times(name, facts)]
@@ -69,7 +66,7 @@ def result(folder: Path) -> Result:
             Section("Verifiers", "", together, {"accepted": drawn["accepted"]}, notes,
                     missing="No verifier verified a draft."),
             Section("Time", TIMES, DataTable(columns, times, len(times) > 8, ("proposer", "verifier")),
-                    {"time": drawn["time"]}, bounds_notes(renamed(summary.get("bounds", {}), names))),
+                    {"time": drawn["time"]}, bounds_notes(summary.get("bounds", {}))),
         ],
         warnings=summary["errors"][:5],
     )  # fmt: skip

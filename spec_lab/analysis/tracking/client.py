@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.names import names_in_manifest, with_names
 from spec_lab.analysis.tracking import facts, headline, series, tables
 from spec_lab.core.files import refuse_link
 
@@ -152,8 +151,7 @@ def replay(
             run.log({series.GROUP: number, **figures_of_group})
     for point in series.points(rows):
         run.log(point)
-    named = with_names(rows, names_in_manifest(manifest))
-    shown = {"requests": tables.requests(named), "steps": tables.steps(named), "depths": tables.depths(named)}
+    shown = {"requests": tables.requests(rows), "steps": tables.steps(rows), "depths": tables.depths(rows)}
     for name, frame in shown.items():
         frame = frame.where(frame.notna(), None)
         run.log({f"tables/{name}": wandb.Table(columns=list(frame.columns), data=frame.to_numpy().tolist())})

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_lab.analysis.names import MAIN
 from spec_lab.analysis.tracking import client, series
 
-ARMS = (MAIN, "baseline")
-"""Keys of the arms shown unless others are named."""
+ARMS = ("", "baseline")
+"""Arms shown unless others are named: of each run the main one, whose series have no prefix, and the baseline."""
 
 AXES = {
     series.GROUP: "group of prompts",
@@ -62,8 +61,9 @@ def sections(arms: Sequence[str]) -> dict[str, list[Panel]]:
     """Return the panels of each section, in the order of a run's report.
 
     Args:
-        arms: keys of the arms shown, the main one first.
+        arms: keys of the arms shown, the main one first; its key is not read.
     """
+    arms = ARMS[:1] + tuple(arms[1:])
     main, group, step, train = arms[:1], series.GROUP, series.STEP, series.TRAIN_STEP
     figures = {name: Panel("media", "figures", [f"figures/{name}"]) for name in FIGURES}
     tables = {name: Panel("table", name, [f"tables/{name}"]) for name in ("depths", "requests", "steps")}
@@ -90,7 +90,7 @@ def sections(arms: Sequence[str]) -> dict[str, list[Panel]]:
         ],
         "Time": [
             Panel("bar", "overhead: share of decode time outside module calls", ["overhead", "baseline/overhead"]),
-            *(Panel("line", f"seconds per step by phase: {'proposer' if arm == MAIN else arm}", phases,
+            *(Panel("line", f"seconds per step by phase: {arm or 'proposer'}", phases,
                     series.BATCH_STEP, [arm], stacked=True) for arm in arms),
             figures["phases"],
         ],
@@ -111,7 +111,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     Args:
         project: the project whose runs it shows.
         entity: the owner of the project.
-        arms: keys of the arms shown, the main one first.
+        arms: keys of the arms shown, the main one first; its key is not read.
 
     Returns:
         A ``wandb_workspaces.workspaces.Workspace``.
@@ -152,9 +152,9 @@ def _made(panel: Panel) -> Any:
         return panels.MediaBrowser(title=panel.title, media_keys=list(panel.keys))
     if panel.kind == "table":
         return panels.WeavePanelSummaryTable(table_name=panel.keys[0])
-    keys, known = list(panel.keys), series.keys(list(panel.arms))
+    keys, known = list(panel.keys), series.keys(ARMS[:1] + tuple(panel.arms))
     if panel.arms:
-        keys = [name for arm in panel.arms for key in panel.keys if (name := series.name(arm, key)) in known]
+        keys = [name for arm in panel.arms for key in panel.keys if (name := series.name(arm, key, ARMS[0])) in known]
     look = {"plot_type": "stacked-area"} if panel.stacked else {}
     return panels.LinePlot(title=panel.title, x=panel.axis, y=keys, title_x=AXES[panel.axis], **look)
 

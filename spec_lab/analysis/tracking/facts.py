@@ -9,7 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from spec_lab.analysis.names import MAIN
 from spec_lab.core.terminal import short_path
 from spec_lab.results import run_names, sweep
 from spec_lab.results.manifest import JUDGED
@@ -40,7 +39,8 @@ def config(manifest: Mapping[str, Any]) -> dict[str, Any]:
         arm: {"name": proposers.get(arm, {}).get("name"), **_mapping(options)}
         for arm, options in _mapping(given.get("arms")).items()
     }
-    drawn = {name: value for name, value in proposers.get(MAIN, {}).items() if name in ("drawn", "nodes")}
+    main: Mapping[str, Any] = next((facts for arm, facts in proposers.items() if arm not in options["arms"]), {})
+    drawn = {name: value for name, value in main.items() if name in ("drawn", "nodes")}
     parts = dict(manifest.get("parts", {}))
     for part in ("proposer", "verifier", "constraint", "policy", "task"):
         chosen = _mapping(given.get(part))

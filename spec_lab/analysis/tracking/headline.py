@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spec_lab.analysis.names import MAIN
 from spec_lab.core.terminal import short_path
 
 NAMES = {
@@ -39,9 +38,9 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
     """Return the figures of a run by name.
 
     Those of the main arm have no prefix: ``speedup``, ``tokens_per_second``, ``acceptance_rate``, ``tau``,
-    ``expected_tau``, ``ttft``, ``tpot``, ...; those of another arm that of its key: ``baseline/tokens_per_second``;
-    without a main arm, those of the first arm have both names. An interval adds ``NAME/low`` and ``NAME/high``; a list
-    adds ``NAME/1``, ``NAME/2``, ...; nested entries are joined with slashes. A training has ``eval/tau``,
+    ``expected_tau``, ``ttft``, ``tpot``, ...; those of another arm that of its key: ``baseline/tokens_per_second``.
+    An interval adds ``NAME/low`` and ``NAME/high``; a list adds ``NAME/1``, ``NAME/2``, ...; nested entries are joined
+    with slashes. A training has ``eval/tau``,
     ``eval/expected_tau`` and ``eval/acceptance_rate/1``, ...: of the drafter on held-out prompts.
 
     Args:
@@ -54,7 +53,9 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Figure]:
         summary = {**summary, "verdict_reasons": "; ".join(map(str, reasons))}
     if "learning" in summary:
         summary = _training(summary)
-    for prefix, entries in [("", summary), *((f"{arm}/", entries) for arm, entries in arms.items() if arm != MAIN)]:
+    main = next(iter(arms), "")
+    others = [(f"{arm}/", entries) for arm, entries in arms.items() if arm == "baseline" or arm != main]
+    for prefix, entries in [("", summary), *others]:
         if not isinstance(entries, Mapping):
             continue
         copied = ("baseline_",) if "baseline" in arms else ()  # copies of the baseline's own figures

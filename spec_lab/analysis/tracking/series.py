@@ -9,7 +9,7 @@ another arm that of its key, such as ``baseline/tokens_per_second``. ``keys`` na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,6 @@ import pandas as pd
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import PHASES, Tables
 from spec_lab.analysis.metrics.phases import phase_seconds_by_step
-from spec_lab.analysis.names import MAIN
 
 MAX_POINTS = 1000
 """Most points of a series over steps; longer series are averaged in this many bins."""
@@ -44,29 +43,31 @@ RUNNING = ("tau", "acceptance_rate")
 """Series whose last point is the run's figure of the same name."""
 
 
-def name(arm: str, figure: str) -> str:
-    """Return the name of an arm's figure."""
-    return figure if arm == MAIN else f"{arm}/{figure}"
+def name(arm: str, figure: str, main: str) -> str:
+    """Return the name of an arm's figure; ``main`` is the main arm, or the first of arms. The baseline is never it."""
+    return figure if arm == main != "baseline" else f"{arm}/{figure}"
 
 
-def keys(arms: list[str]) -> dict[str, str]:
-    """Return the axis of each series that these arms can have."""
-    series = {name(arm, figure): axis for axis, names in SERIES.items() for arm in arms for figure in names}
-    return {key: axis for key, axis in series.items() if key != name("baseline", "speedup")}
+def keys(arms: Sequence[str]) -> dict[str, str]:
+    """Return the axis of each series that these arms can have, of which the first is the main one."""
+    series = {name(arm, figure, arms[0]): axis for axis, names in SERIES.items() for arm in arms for figure in names}
+    return {key: axis for key, axis in series.items() if key != "baseline/speedup"}
 
 
-def group_figures(requests: pd.DataFrame) -> Point:
+def group_figures(requests: pd.DataFrame, main: str) -> Point:
     """Return tokens per second of each arm in one group; empty for a group that broke or ended with its prefill."""
     speeds = {
-        name(arm, "tokens_per_second"): metrics.tokens_per_second(requests, arm) for arm in requests["arm"].unique()
+        name(arm, "tokens_per_second", main): metrics.tokens_per_second(requests, arm)
+        for arm in requests["arm"].unique()
     }
     return {key: speed for key, speed in speeds.items() if math.isfinite(speed)}
 
 
 def groups(tables: Tables) -> Iterator[tuple[int, Point]]:
     """Yield each finished group's number and figures, in order; a live run logs the same."""
+    main = metrics.main_arm(tables) or ""
     for number, requests in tables.requests.groupby("group"):
-        yield int(number), group_figures(requests)
+        yield int(number), group_figures(requests, main)
 
 
 def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
@@ -76,10 +77,10 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
         tables: the run's rows.
         max_points: most points of a series over steps.
     """
-    names = metrics.arms(tables)
+    names, main = metrics.arms(tables), metrics.main_arm(tables) or ""
     paired = pd.DataFrame(
         {
-            name(arm, "speedup"): metrics.walltime_speedup_paired(tables.requests, arm)
+            name(arm, "speedup", main): metrics.walltime_speedup_paired(tables.requests, arm)
             for arm in names
             if arm != "baseline"
         }
@@ -92,31 +93,31 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
         shown = _binned(_step_values(steps), edges)
         shown["tau"] = [metrics.tau_pooled(steps.iloc[:end]) for end in edges[1:]]
         shown["acceptance_rate"] = [metrics.draft_token_rate(steps.iloc[:end]) for end in edges[1:]]
-        by_step.append(shown.rename(columns={figure: name(arm, figure) for figure in shown}))
+        by_step.append(shown.rename(columns={figure: name(arm, figure, main) for figure in shown}))
         seconds = phase_seconds_by_step(_in_order(tables.forwards[tables.forwards["arm"] == arm]))
         binned = _binned(seconds, _edges(len(seconds), max_points))
-        by_batch_step.append(binned.rename(columns={phase: name(arm, f"time/{phase}") for phase in binned}))
+        by_batch_step.append(binned.rename(columns={phase: name(arm, f"time/{phase}", main) for phase in binned}))
     yield from _points(STEP, by_step)
     yield from _points(BATCH_STEP, by_batch_step)
 
 
 def mean_seconds(tables: Tables) -> Point:
     """Return the mean of each ``time/PHASE`` over the steps of the batch in timed groups, as figures of the run."""
-    shares, tables = {}, metrics.of_timed_groups(tables)
+    shares, main, tables = {}, metrics.main_arm(tables) or "", metrics.of_timed_groups(tables)
     for arm in metrics.arms(tables):
         count = int(((tables.forwards["arm"] == arm) & ~tables.forwards["prefill"]).sum())
         for phase, seconds in metrics.phase_seconds(tables.forwards, arm).items():
             if count:
-                shares[name(arm, f"time/{phase}")] = seconds / count
+                shares[name(arm, f"time/{phase}", main)] = seconds / count
     return shares
 
 
 def rows_per_point(tables: Tables, max_points: int = MAX_POINTS) -> dict[str, float]:
     """Return how many rows a point averages, where more than one, by arm and axis, such as ``baseline/decode_step``."""
-    rows = {}
+    rows, main = {}, metrics.main_arm(tables) or ""
     for arm in metrics.arms(tables):
-        rows[name(arm, STEP)] = len(metrics.decode_steps(tables.steps, arm))
-        rows[name(arm, BATCH_STEP)] = int(((tables.forwards["arm"] == arm) & ~tables.forwards["prefill"]).sum())
+        rows[name(arm, STEP, main)] = len(metrics.decode_steps(tables.steps, arm))
+        rows[name(arm, BATCH_STEP, main)] = int(((tables.forwards["arm"] == arm) & ~tables.forwards["prefill"]).sum())
     return {key: count / max_points for key, count in rows.items() if count > max_points}
 
 

@@ -37,7 +37,7 @@ class Tracker:
 
         Args:
             values: by arm and name: ``mean``, and its interval from ``low`` to ``high``, None where there is none. The
-                arm of ``proposer`` is "speculative".
+                arm of ``proposer`` is the first, and has its name.
         """
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:

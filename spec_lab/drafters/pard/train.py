@@ -63,7 +63,7 @@ class PardDrafts:
     """See ``chain.Drafts``: the draft's own states after its final norm.
 
     Args:
-        network: a LlamaForCausalLM with attention over cells (``spans``).
+        network: a LlamaForCausalLM with attention over cells (``per_sequence``).
         mask: the mask token, which is the last one.
         depth: levels.
     """

@@ -99,7 +99,7 @@ def check(
 
     facts = {} if known is None else {"prompt_tokens_sha256": texts_hash(known)}
     leaves = "Summary, manifest and figures"
-    return Task(lab, settings, config, ["speculative"], work, left, more=facts, leaves=leaves, resumes=True).run(
+    return Task(lab, settings, config, [proposer.name], work, left, more=facts, leaves=leaves, resumes=True).run(
         console
     )
 

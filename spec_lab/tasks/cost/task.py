@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from spec_lab.analysis.console import standard_output
-from spec_lab.analysis.names import names_in_manifest
 from spec_lab.analysis.projection.costs import TABLE
 from spec_lab.analysis.results import cost
 from spec_lab.core.files import write_text
@@ -101,8 +100,7 @@ def measure(
         summary |= {"turns": repeats, "steps": steps, "roofline": facts.get("roofline")}
         summary |= summarise(frame, Roofline.of(facts.get("roofline")))
         summary |= verdict(frame, facts).summary()
-        names = names_in_manifest(facts)
-        drafting = {name: (names.get(name, name), arm.proposer.name) for name, arm in arms.items()
+        drafting = {name: (name, arm.proposer.name) for name, arm in arms.items()
                     if not isinstance(arm.proposer, Fixed | Null)}  # fmt: skip
         write_text(settings.output_dir / TABLE, forwards(frame, drafting).to_csv(index=False))
         return Done(summary, cost.result)

@@ -214,9 +214,8 @@ class Stages:
     def _decode(self, number: int, group: Sequence[Turn], arms: Mapping[str, Loop], settings: Settings) -> None:
         """Decode a group with arms, and write its rows."""
         before = self.limit.spent
-        names = {name: name for name in arms}
         with Progress(disable=True) as quiet:
-            rows = decode_group(self._repeated, self._shortened(settings), arms, names, number, group, quiet)
+            rows = decode_group(self._repeated, self._shortened(settings), arms, number, group, quiet)
         self.recorder.write(number, rows.forwards, rows.steps, rows.requests, rows.replay)
         self.finished.add(number)
         took = (self.limit.spent - before) / len(arms)

@@ -145,4 +145,4 @@ def _times(tables: Tables, facts: Mapping[str, Any], first: int, confirmed: Conf
     groups = tables.requests.loc[(tables.requests["arm"] == name) & (tables.requests["group"] >= first), "group"]
     frames = (tables.forwards, tables.steps, tables.requests)
     kept = [rows[rows["group"].isin(groups) & rows["arm"].isin([name, BASELINE])] for rows in frames]
-    return dict(metrics.run_verdict(Tables(*kept), facts, {}).summary())
+    return dict(metrics.run_verdict(Tables(*kept), facts).summary())

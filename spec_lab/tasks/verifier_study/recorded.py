@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.analysis.names import MAIN, arm_names
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
@@ -46,8 +45,7 @@ def proposers_of(lab: Lab) -> dict[str, Proposer]:
     Raises:
         ValueError: there is none; one cannot draft for the sampling.
     """
-    named = {MAIN: lab.proposer, **lab.more_proposers}
-    proposers = {name: proposer for name, proposer in named.items() if not isinstance(proposer, Null)}
+    proposers = {name: proposer for name, proposer in lab.proposers().items() if not isinstance(proposer, Null)}
     if not proposers:
         raise ValueError(
             "no proposer drafts: choose one with proposer=, or add some, e.g. +proposer@arms.tree=draft_tree"
@@ -73,7 +71,6 @@ def pairs(
                 f"draw {', '.join(draws)}: add a proposer that draws so, or leave it out with '~verifiers.{name}'"
             )
     fitting, left_out = {}, []
-    names = arm_names({arm: proposer.name for arm, proposer in proposers.items()})
     for name, proposer in proposers.items():
         fitting[name] = {
             key: verifier
@@ -89,7 +86,7 @@ def pairs(
             what = f"draws '{proposer.drawn}'"
             if any(proposer.drawn in verifier.accepts for verifier in verifiers.values()):
                 what = f"drafts trees drawn '{proposer.drawn}'"  # and those verify chains only
-            raise ValueError(f"proposer '{names[name]}' {what}, which no verifier here supports; add one")
+            raise ValueError(f"proposer '{name}' {what}, which no verifier here supports; add one")
     return fitting, left_out
 
 
@@ -200,16 +197,13 @@ def of_prompt(
     outcome = sample(lab.target, request, seed)
     tokens, errors = [*request.tokens, *outcome.tokens], [outcome.error] if outcome.error else []
     draws, clock, rows = CounterDraws(seed), lab.target.lm.clock, []
-    names = arm_names({arm: proposer.name for arm, proposer in proposers.items()})
     bounds, vocabulary = Bounds(), lab.target.vocabulary
     replay: Rows = []
     with closing(drafts_along(lab.target, proposers, request, tokens, every, draws, record)) as drafts:
         for drafted in drafts:
             if drafted.broken:
                 why = without_name(request, drafted.broken)
-                errors.append(
-                    f"request '{request.name}', position {drafted.position}, {names[drafted.proposer]}: {why}"
-                )
+                errors.append(f"request '{request.name}', position {drafted.position}, {drafted.proposer}: {why}")
                 continue
             replay += replay_rows_of([drafted.info], request.id, drafted.proposer, vocabulary, forward_is_position=True)
             shared = _shared(request, drafted)

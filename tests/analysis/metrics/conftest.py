@@ -21,12 +21,12 @@ def chain() -> pd.DataFrame:
 
 @pytest.fixture
 def requests() -> pd.DataFrame:
-    """Two groups of two prompts; the speculative arm decodes 2 and 3 times as fast. Each prefill takes 1 s."""
+    """Two groups of two prompts; the arm that drafts decodes 2 and 3 times as fast. Each prefill takes 1 s."""
     rows = [
         # group, arm, request, decode_tokens, decode_seconds
-        (0, "speculative", 0, 10, 1.0), (0, "speculative", 1, 30, 2.0),
+        (0, "medusa", 0, 10, 1.0), (0, "medusa", 1, 30, 2.0),
         (0, "baseline", 0, 10, 3.0), (0, "baseline", 1, 30, 4.0),
-        (1, "speculative", 2, 15, 1.0), (1, "speculative", 3, 15, 0.5),
+        (1, "medusa", 2, 15, 1.0), (1, "medusa", 3, 15, 0.5),
         (1, "baseline", 2, 15, 3.0), (1, "baseline", 3, 15, 3.0),
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
@@ -45,4 +45,4 @@ def forwards() -> pd.DataFrame:
         (0, False, 4.0, 3.0, 0.5, 0.3, 2.0, 1.8, 0.3, 0.1, 0.1),
     ]
     table = pd.DataFrame(rows, columns=["group", "prefill", "start", "whole", *phases])
-    return table.assign(arm="speculative", mask_wait=0.0, mask_busy=0.0)
+    return table.assign(arm="medusa", mask_wait=0.0, mask_busy=0.0)

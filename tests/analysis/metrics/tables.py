@@ -10,7 +10,7 @@ def steps(*rows: dict) -> pd.DataFrame:
     forced or cut.
     """
     plain = {
-        "arm": "speculative", "request": 0, "prefill": False, "forced": 0, "nodes": 3, "depth": 3,
+        "arm": "medusa", "request": 0, "prefill": False, "forced": 0, "nodes": 3, "depth": 3,
         "stop_had_children": True, "forced_accepted": 0, "forced_accepted_kept": 0,
         "forced_emitted": 0, "forced_emitted_kept": 0, "taken_back": 0, "forks": 0,
         "expected_accepted": 0.0, "expected_kind": "exact", "empty_residual": False, "finish": "",

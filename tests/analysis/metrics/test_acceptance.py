@@ -87,7 +87,7 @@ def test_prefill_broken_steps_and_other_arms_are_left_out(chain):
         {"accepted": 0, "emitted": 0, "finish": "nan"},
         {"accepted": 0, "arm": "baseline"},
     )
-    arm_steps = metrics.decode_steps(pd.concat([chain, extra]), "speculative")
+    arm_steps = metrics.decode_steps(pd.concat([chain, extra]), "medusa")
     pd.testing.assert_frame_equal(arm_steps, chain)
 
 

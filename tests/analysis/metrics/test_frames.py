@@ -22,7 +22,7 @@ def step(path=(), **changes) -> dict:
     """One decode step that accepted ``path`` and emitted one token more, in a chain of 3."""
     accepted = len(path)
     plain = {
-        "group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "forward": 1,
+        "group": 0, "arm": "repeat", "request": 0, "sequence": 0, "parent_sequence": -1, "forward": 1,
         "prefill": False, "finish": "", "nodes": 3, "depth": 3, "path": list(path), "stop_had_children": accepted < 3,
         "accepted": accepted, "emitted": accepted + 1, "accepted_kept": accepted, "emitted_kept": accepted + 1,
         "forced_accepted": 0, "forced_emitted": 0, "forced_accepted_kept": 0, "forced_emitted_kept": 0,
@@ -33,7 +33,7 @@ def step(path=(), **changes) -> dict:
 
 def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
     """Tables of one request: its row, and those of other sequences."""
-    plain = {"group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "text": text,
+    plain = {"group": 0, "arm": "repeat", "request": 0, "sequence": 0, "parent_sequence": -1, "text": text,
              "tokens": list(range(len(ends))), "ends": list(ends), "prompt_tokens": prompt_tokens}  # fmt: skip
     return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame([plain, *(plain | request for request in more)]))
 
@@ -43,7 +43,7 @@ def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
 
 def test_depths_carry_survival_and_conditional_of_drafting_arms_only(tables):
     frame = frames.by_depth(tables)
-    assert set(frame["arm"]) == {"speculative", "longer"}
+    assert set(frame["arm"]) == {"repeat", "longer"}
     for (arm, kind), rows in frame.groupby(["arm", "kind"]):
         curve = getattr(metrics, kind)(metrics.decode_steps(tables.steps, arm))
         np.testing.assert_allclose(rows["value"], curve)
@@ -61,12 +61,12 @@ def test_phases_add_up_to_the_decode_time(tables):
 
 def test_cost_is_the_median_by_nodes_of_each_sequence():
     def one(nodes, live, target, prefill=False):
-        return {"arm": "speculative", "live": live, "nodes": nodes, "target": target, "prefill": prefill}
+        return {"arm": "repeat", "live": live, "nodes": nodes, "target": target, "prefill": prefill}
 
     forwards = pd.DataFrame(
         [one(8, 2, 0.001), one(8, 2, 0.003), one(7, 2, 0.008), one(4, 1, 0.002), one(0, 2, 9.0, prefill=True)]
     )
-    requests = pd.DataFrame({"arm": ["speculative"]})
+    requests = pd.DataFrame({"arm": ["repeat"]})
     frame = frames.cost_of_nodes(Tables(forwards, pd.DataFrame(), requests))
     assert frame[["live", "nodes", "forwards"]].to_numpy().tolist() == [[1, 4, 1], [2, 4, 3]]  # 7 / 2 is 4, rounded
     np.testing.assert_allclose(frame["ms"], [2.0, 3.0])
@@ -100,7 +100,7 @@ def test_nothing_gives_empty_frames_with_their_columns(tables):
 
 def test_spans_tell_accepted_from_the_one_after_them():
     steps = [step([], prefill=True, forward=0, context=10), step([0, 0], context=11)]
-    assert frames.spans(output("ABCD", [1, 2, 3, 4], steps), 0, "speculative") == [
+    assert frames.spans(output("ABCD", [1, 2, 3, 4], steps), 0, "repeat") == [
         Span("A", "prefill", 0), Span("BC", "accepted", 1), Span("D", "bonus", 1),
     ]  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_spans_know_forced_tokens_before_within_and_after_a_step():
         step([0], context=12, forced_accepted_kept=1, forced_emitted_kept=1),  # two were forced before it
         step([0], forward=2, context=14, emitted_kept=4, forced_emitted_kept=2),  # two are appended to it
     ]
-    assert frames.spans(output("abCDEFgh", range(1, 9), steps), 0, "speculative") == [
+    assert frames.spans(output("abCDEFgh", range(1, 9), steps), 0, "repeat") == [
         Span("ab", "forced", -1), Span("C", "forced", 1), Span("D", "bonus", 1), Span("E", "accepted", 2),
         Span("F", "bonus", 2), Span("gh", "forced", 2),
     ]  # fmt: skip
@@ -121,7 +121,7 @@ def test_spans_forget_what_was_taken_back():
         step([0, 0], context=10, taken_back=2, emitted_kept=4, forced_emitted_kept=1),  # A B C - - + f: A f
         step([0], forward=2, context=12),
     ]
-    assert frames.spans(output("AfGH", [1, 2, 3, 4], steps), 0, "speculative") == [
+    assert frames.spans(output("AfGH", [1, 2, 3, 4], steps), 0, "repeat") == [
         Span("A", "accepted", 1), Span("f", "forced", 1), Span("G", "accepted", 2), Span("H", "bonus", 2),
     ]  # fmt: skip
 
@@ -130,14 +130,14 @@ def test_a_fork_begins_with_what_it_shares():
     steps = [step([0], context=10), step([], forward=2, context=12), step([0], forward=2, sequence=1, context=12)]
     fork = {"sequence": 1, "parent_sequence": 0, "text": "ABxy", "tokens": [0, 1, 2, 3], "ends": [1, 2, 3, 4]}
     given = output("ABC", [1, 2, 3], steps, fork)
-    assert frames.spans(given, 0, "speculative", 1) == [
+    assert frames.spans(given, 0, "repeat", 1) == [
         Span("A", "accepted", 1), Span("B", "bonus", 1), Span("x", "accepted", 2), Span("y", "bonus", 2),
     ]  # fmt: skip
 
 
 def test_letters_of_several_tokens_belong_to_the_one_that_completes_them():
     steps = [step([0, 0], context=10)]  # a letter of two tokens, then one more token, and an end that settles late
-    assert frames.spans(output("éZ!", [0, 1, 2], steps), 0, "speculative") == [
+    assert frames.spans(output("éZ!", [0, 1, 2], steps), 0, "repeat") == [
         Span("é", "accepted", 1), Span("Z!", "bonus", 1),
     ]  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_spans_of_a_real_run_are_its_texts(tables):
 
 
 def swept(*rows: dict) -> pd.DataFrame:
-    plain = {"run": "r", "arm": "speculative", "tau_pooled": 2.0, "speedup": 1.5}
+    plain = {"run": "r", "arm": "repeat", "tau_pooled": 2.0, "speedup": 1.5}
     return pd.DataFrame([plain | row for row in rows])
 
 

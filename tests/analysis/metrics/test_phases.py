@@ -8,8 +8,8 @@ from spec_lab.analysis import metrics
 
 
 def test_decode_time_begins_after_the_prefill_and_its_phases_add_up(forwards):
-    assert metrics.decode_seconds(forwards, "speculative") == pytest.approx(6.0)
-    phases = metrics.phase_seconds(forwards, "speculative")
+    assert metrics.decode_seconds(forwards, "medusa") == pytest.approx(6.0)
+    phases = metrics.phase_seconds(forwards, "medusa")
     assert list(phases) == list(metrics.PHASES)
     assert sum(phases.values()) == pytest.approx(6.0)
     expected = {
@@ -20,5 +20,5 @@ def test_decode_time_begins_after_the_prefill_and_its_phases_add_up(forwards):
 
 
 def test_overhead_is_what_is_spent_outside_the_module_calls(forwards):
-    assert metrics.overhead(forwards, "speculative") == pytest.approx(1 - 3.5 / 6)
+    assert metrics.overhead(forwards, "medusa") == pytest.approx(1 - 3.5 / 6)
     assert math.isnan(metrics.overhead(forwards, "baseline"))

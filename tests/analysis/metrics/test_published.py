@@ -22,10 +22,10 @@ def test_tokens_after_a_stop_count_for_all_but_specforge_and_tau(chain, requests
     assert metrics.tau_pooled(chain) == pytest.approx(11 / 5)
     assert metrics.spec_bench_mean_accepted_tokens(chain) == pytest.approx(14 / 5)
     assert metrics.vllm_mean_acceptance_length(chain) == pytest.approx(1 + 9 / 5)  # the same, each step having drafted
-    group_requests = requests[(requests["arm"] == "speculative") & (requests["group"] == 0)]
+    group_requests = requests[(requests["arm"] == "medusa") & (requests["group"] == 0)]
     kept = group_requests.assign(prefill_tokens=1, decode_tokens=[7, 4])
     # the 11 kept, and one token of each of the two prefills
-    assert metrics.specforge_accept_length(metrics.Tables(chain, chain, kept), "speculative") == pytest.approx(13 / 5)
+    assert metrics.specforge_accept_length(metrics.Tables(chain, chain, kept), "medusa") == pytest.approx(13 / 5)
 
 
 def test_the_prefill_is_a_token_to_specforge_and_a_step_to_spec_benchs_prompt_lookup(requests):
@@ -34,12 +34,12 @@ def test_the_prefill_is_a_token_to_specforge_and_a_step_to_spec_benchs_prompt_lo
         {"accepted": 0, "prefill": True, "nodes": 0, "depth": 0, "stop_had_children": False},
         {"accepted": 2}, {"accepted": 1},
     )  # fmt: skip
-    decode = metrics.decode_steps(table, "speculative")
+    decode = metrics.decode_steps(table, "medusa")
     request = requests.iloc[:1].assign(prefill_tokens=1, decode_tokens=5)
     assert metrics.tau_pooled(decode) == 5 / 2
     assert metrics.spec_bench_mean_accepted_tokens(decode) == 5 / 2  # as of Medusa and EAGLE
     assert metrics.spec_bench_mean_accepted_tokens(table) == 6 / 3  # as of prompt lookup and the draft model
-    assert metrics.specforge_accept_length(metrics.Tables(table, table, request), "speculative") == 6 / 2
+    assert metrics.specforge_accept_length(metrics.Tables(table, table, request), "medusa") == 6 / 2
 
 
 PREFILL = {"accepted": 0, "prefill": True, "nodes": 0, "depth": 0, "stop_had_children": False}
@@ -49,9 +49,9 @@ def published(*rows, kept):
     """Every figure of acceptance, of prompts of which ``kept`` tokens are kept."""
     table = steps(*rows)
     requests = pd.DataFrame({
-        "arm": "speculative", "request": range(len(kept)), "prefill_tokens": kept, "decode_tokens": 0
+        "arm": "medusa", "request": range(len(kept)), "prefill_tokens": kept, "decode_tokens": 0
     })  # fmt: skip
-    verified = metrics.verify_steps(table, "speculative")
+    verified = metrics.verify_steps(table, "medusa")
     return {
         "spec_bench": metrics.spec_bench_mean_accepted_tokens(verified),
         "vllm": metrics.vllm_mean_acceptance_length(verified),
@@ -59,7 +59,7 @@ def published(*rows, kept):
         "positions": metrics.vllm_per_position_acceptance(verified).tolist(),
         "alpha": metrics.eagle_alpha(verified).tolist(),
         "eagle": metrics.eagle_average_length(verified),
-        "specforge": metrics.specforge_accept_length(metrics.Tables(table, table, requests), "speculative"),
+        "specforge": metrics.specforge_accept_length(metrics.Tables(table, table, requests), "medusa"),
     }
 
 
@@ -173,7 +173,7 @@ def single(requests) -> pd.DataFrame:
     9 in 4 s, 39 in 7 s."""
     rows = [
         # group, arm, request, decode_tokens, decode_seconds
-        (0, "speculative", 0, 9, 1.0), (1, "speculative", 1, 39, 3.0),
+        (0, "medusa", 0, 9, 1.0), (1, "medusa", 1, 39, 3.0),
         (0, "baseline", 0, 9, 4.0), (1, "baseline", 1, 39, 7.0),
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
@@ -184,13 +184,13 @@ def test_spec_benchs_speed_up_is_a_ratio_of_means_with_the_prefill(single):
     none = steps({"accepted": 0}).iloc[:0]
     tables = metrics.Tables(none, none, single)
     # tokens per second, prefill's tokens and seconds counted: 10 / 2 and 40 / 4; of the baseline 10 / 5 and 40 / 8
-    assert metrics.spec_bench_tokens_per_second(tables, "speculative") == pytest.approx((5 + 10) / 2)
+    assert metrics.spec_bench_tokens_per_second(tables, "medusa") == pytest.approx((5 + 10) / 2)
     assert metrics.spec_bench_tokens_per_second(tables, "baseline") == pytest.approx((2 + 5) / 2)
-    assert metrics.spec_bench_speedup(tables, "speculative") == pytest.approx(7.5 / 3.5)
+    assert metrics.spec_bench_speedup(tables, "medusa") == pytest.approx(7.5 / 3.5)
     # prompt by prompt: 5 / 2 and 10 / 5; without the prefill: 4 / 1 and 7 / 3; all tokens over all seconds: 50 / 6
-    prefill = metrics.walltime_speedup_paired(single, "speculative", prefill=True)
+    prefill = metrics.walltime_speedup_paired(single, "medusa", prefill=True)
     assert prefill.mean() == pytest.approx((5 / 2 + 10 / 5) / 2)
-    assert metrics.walltime_speedup_paired(single, "speculative").mean() == pytest.approx((4 + 7 / 3) / 2)
+    assert metrics.walltime_speedup_paired(single, "medusa").mean() == pytest.approx((4 + 7 / 3) / 2)
 
 
 def test_spec_bench_counts_the_methods_tokens_before_cuts_and_the_baselines_after(single):
@@ -198,26 +198,24 @@ def test_spec_bench_counts_the_methods_tokens_before_cuts_and_the_baselines_afte
     cut = {"accepted": 3, "emitted": 4, "emitted_kept": 2}
     table = steps(cut, cut | {"arm": "baseline"})
     tables = metrics.Tables(table, table, single)
-    assert metrics.spec_bench_tokens_per_second(tables, "speculative") == pytest.approx((12 / 2 + 40 / 4) / 2)
-    assert metrics.spec_bench_speedup(tables, "speculative") == pytest.approx(8 / 3.5)
-    assert math.isnan(metrics.spec_bench_speedup(tables, "speculative", "missing"))
+    assert metrics.spec_bench_tokens_per_second(tables, "medusa") == pytest.approx((12 / 2 + 40 / 4) / 2)
+    assert metrics.spec_bench_speedup(tables, "medusa") == pytest.approx(8 / 3.5)
+    assert math.isnan(metrics.spec_bench_speedup(tables, "medusa", "missing"))
 
 
 def test_a_broken_group_has_no_speed_in_spec_benchs_either(single):
     none = steps({"accepted": 0}).iloc[:0]
     broken = single.assign(finish=["nan", "length", "length", "length"])
-    assert metrics.spec_bench_speedup(metrics.Tables(none, none, broken), "speculative") == pytest.approx(10 / 5)
+    assert metrics.spec_bench_speedup(metrics.Tables(none, none, broken), "medusa") == pytest.approx(10 / 5)
 
 
 def test_medusas_acceleration_rate_over_its_overhead_is_the_speed_up():
     """One prompt of 12 tokens: the arm takes 4 steps of 1.5 s, the baseline 12 of 1 s."""
     columns = ["arm", "group", "prefill", "start", "whole"]
-    arm = [("speculative", 0, False, 1.5 * number, 1.5) for number in range(4)]
+    arm = [("medusa", 0, False, 1.5 * number, 1.5) for number in range(4)]
     base = [("baseline", 0, False, 1.0 * number, 1.0) for number in range(12)]
-    prefills = [("speculative", 0, True, -9.0, 9.0), ("baseline", 0, True, -9.0, 9.0)]  # end where decoding begins
+    prefills = [("medusa", 0, True, -9.0, 9.0), ("baseline", 0, True, -9.0, 9.0)]  # end where decoding begins
     forwards = pd.DataFrame(prefills + arm + base, columns=columns)
     arm_steps = steps(*[{"accepted": 2}] * 4)
-    assert metrics.medusa_overhead(forwards, "speculative") == pytest.approx(1.5)
-    assert metrics.tau_with_forced(arm_steps) / metrics.medusa_overhead(forwards, "speculative") == pytest.approx(
-        12 / 6
-    )
+    assert metrics.medusa_overhead(forwards, "medusa") == pytest.approx(1.5)
+    assert metrics.tau_with_forced(arm_steps) / metrics.medusa_overhead(forwards, "medusa") == pytest.approx(12 / 6)

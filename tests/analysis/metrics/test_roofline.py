@@ -24,7 +24,7 @@ def tables(groups=2, **of_steps) -> metrics.Tables:
     forwards, steps = [], []
     for group in range(groups):
         for number, (start, whole, forward) in enumerate([(0.0, 1.0, 0.9), (2.0, 4.0, 2.0), (7.0, 4.0, 2.0)]):
-            keys = {"group": group, "arm": "speculative", "forward": number, "prefill": number == 0}
+            keys = {"group": group, "arm": "medusa", "forward": number, "prefill": number == 0}
             times = {"start": start, "whole": whole, "target_forward": forward}
             forwards.append({**keys, **times, "prefill_chunks": 0})
             context, nodes, extra = [(5, 0, 0), (10, 0, 0), (11, 3, 1)][number]
@@ -33,7 +33,7 @@ def tables(groups=2, **of_steps) -> metrics.Tables:
 
 
 def test_every_step_after_the_prefill_has_its_two_bounds():
-    steps = metrics.step_bounds(tables(), "speculative", ROOFLINE)
+    steps = metrics.step_bounds(tables(), "medusa", ROOFLINE)
     assert steps["group"].tolist() == [0, 0, 1, 1]
     assert steps["memory"].tolist()[:2] == [1.1, 1.15]
     assert steps["compute"].tolist()[:2] == [(10 + 5 + 10) / 100, (5 * 10 + 5 * 5 + 5 * 15) / 100]
@@ -41,7 +41,7 @@ def test_every_step_after_the_prefill_has_its_two_bounds():
 
 
 def test_the_share_is_the_larger_bound_over_the_seconds_of_the_forwards():
-    figures = metrics.roofline_figures(tables(8), "speculative", ROOFLINE)
+    figures = metrics.roofline_figures(tables(8), "medusa", ROOFLINE)
     least = 1.1 + 1.5
     assert figures["roofline_share"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), least / 4)), (
         "groups are equal"
@@ -53,11 +53,11 @@ def test_the_share_is_the_larger_bound_over_the_seconds_of_the_forwards():
 def test_a_step_that_computed_a_part_of_a_prompt_is_left_out():
     both = tables()
     both.forwards.loc[1, "prefill_chunks"] = 1
-    assert len(metrics.step_bounds(both, "speculative", ROOFLINE)) == 3
+    assert len(metrics.step_bounds(both, "medusa", ROOFLINE)) == 3
     mixed = tables()
     second = mixed.steps.iloc[[1]].assign(prefill=True)
     mixed = metrics.Tables(mixed.forwards, pd.concat([mixed.steps, second], ignore_index=True), mixed.requests)
-    assert len(metrics.step_bounds(mixed, "speculative", ROOFLINE)) == 3
+    assert len(metrics.step_bounds(mixed, "medusa", ROOFLINE)) == 3
 
 
 def test_all_sequences_of_a_step_count():
@@ -65,12 +65,12 @@ def test_all_sequences_of_a_step_count():
     two = metrics.Tables(
         recorded.forwards, pd.concat([recorded.steps, recorded.steps], ignore_index=True), recorded.requests
     )
-    alone, both = (metrics.step_bounds(each, "speculative", ROOFLINE) for each in (recorded, two))
+    alone, both = (metrics.step_bounds(each, "medusa", ROOFLINE) for each in (recorded, two))
     assert (both["compute"] == 2 * alone["compute"]).all()
     assert both["memory"].tolist() == pytest.approx((2 * alone["memory"] - 1).tolist()), "weights are read once"
 
 
-@pytest.mark.parametrize(("arm", "roofline"), [("speculative", None), ("peer", ROOFLINE)])
+@pytest.mark.parametrize(("arm", "roofline"), [("medusa", None), ("peer", ROOFLINE)])
 def test_without_a_roofline_or_without_steps_nothing_is_known(arm, roofline):
     figures = metrics.roofline_figures(tables(), arm, roofline)
     assert math.isnan(figures["roofline_share"]["mean"]) and math.isnan(figures["memory_bound_steps"])

@@ -17,8 +17,8 @@ def test_every_arm_with_forwards_is_compared_to_every_peer_group_by_group(reques
     peer.loc[peer["group"] == 0, "decode_seconds"] *= 2
     twice = pd.concat([forwards, forwards.assign(arm="baseline")])
     compared = metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
-    assert list(compared) == ["peer"] and list(compared["peer"]) == ["speculative", "baseline"]
-    assert compared["peer"]["speculative"]["mean"] == pytest.approx(11 / 3)
+    assert list(compared) == ["peer"] and list(compared["peer"]) == ["medusa", "baseline"]
+    assert compared["peer"]["medusa"]["mean"] == pytest.approx(11 / 3)
     assert compared["peer"]["baseline"]["mean"] == pytest.approx(11 / 7)
     assert metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
 
@@ -26,7 +26,7 @@ def test_every_arm_with_forwards_is_compared_to_every_peer_group_by_group(reques
 def test_summary_names_what_the_design_asks_for(chain, requests, forwards):
     both = requests.assign(tokens=[[1]] * len(requests))
     twice = pd.concat([forwards, forwards.assign(arm="baseline")])
-    summary = metrics.summarise(metrics.Tables(twice, chain, both), "speculative")
+    summary = metrics.summarise(metrics.Tables(twice, chain, both), "medusa")
     assert {
         "requests", "tokens", "steps", "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival",
         "conditional", "tokens_per_second", "baseline_tokens_per_second", "speedup", "phase_seconds", "overhead",
@@ -43,16 +43,16 @@ def test_summary_names_what_the_design_asks_for(chain, requests, forwards):
     assert summary["finish"] == {"length": 4}
     assert summary["sequences"] == 4
     forked = pd.concat([both, both[both["request"] == 0].assign(sequence=1)])
-    again = metrics.summarise(metrics.Tables(twice, chain, forked), "speculative")
+    again = metrics.summarise(metrics.Tables(twice, chain, forked), "medusa")
     assert (again["requests"], again["sequences"]) == (4, 5), "a fork is no prompt"
     alone = metrics.summarise(metrics.Tables(twice, chain, both), "baseline")
     assert math.isnan(alone["speedup"]["mean"])
-    assert metrics.arms(metrics.Tables(twice, chain, both)) == ["speculative", "baseline"]
+    assert metrics.arms(metrics.Tables(twice, chain, both)) == ["medusa", "baseline"]
 
 
 def test_figures_from_seconds_are_over_the_groups_of_the_speeds(tables):
     """A last group with fewer prompts counts in none of them, however slow it was."""
-    whole = metrics.summarise(tables, "speculative")
+    whole = metrics.summarise(tables, "medusa")
     last = {"group": 2, "request": 9}
     requests = tables.requests.drop_duplicates("arm").assign(**last, decode_seconds=1000.0)
     forwards = tables.forwards[tables.forwards["group"] == 0].assign(group=2)
@@ -60,7 +60,7 @@ def test_figures_from_seconds_are_over_the_groups_of_the_speeds(tables):
     more = metrics.Tables(
         pd.concat([tables.forwards, forwards]), tables.steps, pd.concat([tables.requests, requests], ignore_index=True)
     )
-    summary = metrics.summarise(more, "speculative")
+    summary = metrics.summarise(more, "medusa")
     for name in ("decode_seconds", "phase_seconds", "overhead", "spec_bench_speedup", "speedup", "medusa_overhead"):
         assert summary[name] == pytest.approx(whole[name], nan_ok=True), name
 
@@ -72,7 +72,7 @@ def tables(chain, requests, forwards) -> metrics.Tables:
 
 
 def test_every_interval_belongs_to_a_figure_and_holds_it(tables):
-    summary = metrics.summarise(tables, "speculative")
+    summary = metrics.summarise(tables, "medusa")
     assert {"tau_pooled", "tau_pooled_raw", "tau_macro", "expected_tau", "draft_token_rate", "tokens_per_second",
             "vllm_mean_acceptance_length", "spec_bench_mean_accepted_tokens"} <= set(summary["intervals"])  # fmt: skip
     for name, interval in summary["intervals"].items():
@@ -81,8 +81,8 @@ def test_every_interval_belongs_to_a_figure_and_holds_it(tables):
 
 
 def test_other_systems_figures_stand_under_their_names(tables):
-    summary = metrics.summarise(tables, "speculative")
-    steps = metrics.decode_steps(tables.steps, "speculative")
+    summary = metrics.summarise(tables, "medusa")
+    steps = metrics.decode_steps(tables.steps, "medusa")
     assert summary["spec_bench_mean_accepted_tokens"] == pytest.approx(14 / 5)
     assert summary["vllm_per_position_acceptance"] == metrics.vllm_per_position_acceptance(steps).tolist()
     assert summary["eagle_alpha"] == metrics.eagle_alpha(steps).tolist()
@@ -103,7 +103,7 @@ def test_the_baselines_own_summary_compares_it_with_nothing(tables):
 
 
 def test_a_summary_is_json(tables):
-    for arm in ("speculative", "baseline"):
+    for arm in ("medusa", "baseline"):
         json.dumps(finite(metrics.summarise(tables, arm)), allow_nan=False)
 
 

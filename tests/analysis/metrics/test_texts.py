@@ -25,4 +25,4 @@ def test_answers_that_the_limit_ended_and_those_that_a_later_turn_continues():
 
 def test_outputs_are_identical_where_all_tokens_are(requests):
     requests["tokens"] = [[1, 2], [3], [1, 2], [3, 4], [5], [6], [5], [6]]
-    assert metrics.identical_outputs(requests, "speculative") == pytest.approx(3 / 4)
+    assert metrics.identical_outputs(requests, "medusa") == pytest.approx(3 / 4)

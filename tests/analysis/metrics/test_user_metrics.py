@@ -10,7 +10,7 @@ from spec_lab.analysis.metrics.intervals import interval
 from spec_lab.analysis.metrics.texts import distinct
 from spec_lab.core.options import WrongOption
 
-ARMS = ("speculative", "baseline")
+ARMS = ("medusa", "baseline")
 REQUESTS = pd.DataFrame(
     [
         {"arm": arm, "request": request, "group": request // 2, "finish": "length", "tokens": [request, 1, request, 1]}
@@ -30,7 +30,7 @@ def test_values_by_request_have_a_mean_with_an_interval_over_groups_and_a_number
     assert values.failures == [] and list(values.figures) == list(ARMS)
     means = [(n * n + (n + 1) ** 2) / 2 for n in range(0, 16, 2)]  # of the groups, which have equal sizes
     assert values.figures["baseline"]["squares"] == pytest.approx(interval(means)._asdict())
-    count = values.figures["speculative"]["count"]
+    count = values.figures["medusa"]["count"]
     assert count["mean"] == 16 and math.isnan(count["low"]) and math.isnan(count["high"])
     rows = pd.DataFrame(values.rows)
     assert len(rows) == len(ARMS) * (16 + 1) and rows.loc[rows["metric"] == "count", "request"].tolist() == [-1, -1]
@@ -84,7 +84,7 @@ def test_a_wrong_value_costs_only_itself_and_names_part_and_value(returned, word
     values = own_metrics({"mine": lambda tables, arm: good, "other": lambda tables, arm: {"fine": 2}}, TABLES, ARMS)
     (message,) = values.failures
     assert message.startswith("metrics.mine") and all(word in message for word in words)
-    assert "speculative, baseline" in message
+    assert "medusa, baseline" in message
     assert list(values.figures["baseline"]) == ["good"] * isinstance(returned, dict) + ["fine"]
 
 

@@ -27,8 +27,8 @@ def run(seed=0, groups=40, noise=0.03, slow=None, other_cores=0.02, drift=0.0, t
     for group in range(groups):
         prompt, rate = draw.integers(20, 300), draw.uniform(0.6, 0.8)
         prompt = 20 + 280 * group // groups if ordered else prompt
-        for arm in ("speculative", "baseline"):
-            nodes = 4 * (arm == "speculative")
+        for arm in ("medusa", "baseline"):
+            nodes = 4 * (arm == "medusa")
             emitted = np.cumsum(1 + draw.binomial(nodes, rate, tokens))
             emitted = emitted[: 1 + np.searchsorted(emitted, tokens)]
             context = prompt + np.array([0, 0, *emitted[:-1]])
@@ -58,7 +58,7 @@ def test_a_quiet_run_is_reliable_in_nineteen_of_twenty(groups, noise):
     assert sum(judged.word == "reliable" and not judged.reasons for judged in verdicts) >= 19
 
 
-@pytest.mark.parametrize("arm", ["baseline", "speculative"])
+@pytest.mark.parametrize("arm", ["baseline", "medusa"])
 @pytest.mark.parametrize(("factor", "word"), [(1.7, "doubtful"), (20.0, "not reliable")])
 def test_a_group_that_was_disturbed_for_a_moment_is_named_with_the_result_without_it(arm, factor, word):
     for seed in range(3):
@@ -67,7 +67,7 @@ def test_a_group_that_was_disturbed_for_a_moment_is_named_with_the_result_withou
         assert run_verdict.word == word
         reason = next(reason for reason in run_verdict.reasons if "group 17" in reason)
         rest = tables.requests[tables.requests["group"] != 17]
-        without, every = (metrics.speedup(requests, "speculative").mean for requests in (rest, tables.requests))
+        without, every = (metrics.speedup(requests, "medusa").mean for requests in (rest, tables.requests))
         assert "1 of 40 groups" in reason and f"{without:.2f} instead of {every:.2f}" in reason
         assert metrics.disturbed(metrics.units_of_run(tables), CORES) == [17]
 
@@ -130,7 +130,7 @@ def test_errors_of_short_times_cancel_each_other():
 @pytest.mark.parametrize("share", [3, 6, 8])
 def test_a_machine_that_is_slow_for_many_groups_in_mixed_order_is_named(share):
     """For 30, 60 and 80 % of the groups, and nothing tells the load."""
-    slow = {(arm, group): 1.7 for group in range(40) for arm in ("speculative", "baseline") if 7 * group % 10 < share}
+    slow = {(arm, group): 1.7 for group in range(40) for arm in ("medusa", "baseline") if 7 * group % 10 < share}
     run_verdict = verdict(run(slow=slow, other_cores=np.nan))
     assert run_verdict.word != "reliable" and "spread" in run_verdict.kinds
 
@@ -142,10 +142,10 @@ def test_fewer_than_eight_groups_are_doubtful_and_have_no_interval(groups, reaso
     assert run_verdict.kinds == ("few",) * reasons
     assert run_verdict.word == ("doubtful" if reasons else "reliable")
     every = [
-        metrics.speedup(tables.requests, "speculative"),
-        metrics.speedup(tables.requests, "speculative", prefill=True),
-        metrics.tokens_per_second_interval(tables.requests, "speculative"),
-        metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "speculative")),
+        metrics.speedup(tables.requests, "medusa"),
+        metrics.speedup(tables.requests, "medusa", prefill=True),
+        metrics.tokens_per_second_interval(tables.requests, "medusa"),
+        metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "medusa")),
     ]
     assert all(np.isnan(interval.low) == np.isnan(interval.high) == (groups < 8) for interval in every)
 
@@ -165,21 +165,21 @@ def test_a_machine_that_becomes_slower_is_named(drift, word):
 
 
 def test_a_drift_of_one_arm_against_the_baseline_is_named():
-    slow = {("speculative", group): 1.2 for group in range(20, 40)}
+    slow = {("medusa", group): 1.2 for group in range(20, 40)}
     run_verdict = verdict(run(slow=slow))
     assert run_verdict.word == "doubtful" and any(
-        "speculative, against baseline" in reason for reason in run_verdict.reasons
+        "medusa, against baseline" in reason for reason in run_verdict.reasons
     )
 
 
 def test_means_that_are_far_apart_are_doubtful():
     """Half of the groups are 5 times as fast as the others by acceptance, not by time: no forward is slow."""
     tables = run()
-    fast = (tables.requests["arm"] == "speculative") & (tables.requests["group"] % 2 == 0)
+    fast = (tables.requests["arm"] == "medusa") & (tables.requests["group"] % 2 == 0)
     tables.requests.loc[fast, "decode_tokens"] *= 5
     run_verdict = verdict(tables)
-    sums = metrics.speedup(tables.requests, "speculative").mean
-    mean = metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "speculative")).mean
+    sums = metrics.speedup(tables.requests, "medusa").mean
+    mean = metrics.geometric_mean(metrics.walltime_speedup_paired(tables.requests, "medusa")).mean
     assert run_verdict.word == "doubtful"
     assert [f"{sums:.2f} as a ratio of sums and {mean:.2f}" in reason for reason in run_verdict.reasons] == [True]
 

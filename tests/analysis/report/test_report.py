@@ -51,7 +51,7 @@ def swept(ran, tmp_path_factory) -> Path:
         run_folder = folder / run_names.folder_name(job)
         run_folder.mkdir()
         speed = 1.0 + index / 10
-        summary["arms"]["speculative"]["speedup"] = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
+        summary["arms"]["repeat"]["speedup"] = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
         write_json(run_folder / "summary.json", summary)
         write_json(run_folder / "manifest.json", facts)
         run_state.end(run_folder, job, "", 0, 1.0)
@@ -211,7 +211,7 @@ def test_a_report_of_a_run_of_an_older_version_computes_its_verdict(ran, tmp_pat
 @pytest.mark.parametrize("which", ["page", "sweep"])
 def test_arms_are_shown_by_the_names_of_their_proposers(which, page, swept):
     text = Parsed(page if which == "page" else report.write(swept)).text
-    assert "repeat" in text and "longer" in text and "speculative" not in text
+    assert "repeat" in text and "longer" in text and "repeat" not in text
 
 
 # Runs in every state -------------------------------------------------------------------------------------------------

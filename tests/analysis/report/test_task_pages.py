@@ -215,9 +215,7 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     tau = 1 + np.random.default_rng(0).gamma(4, 0.5, 24)
     for name, factor in (("a", 1.0), ("b", 1.3)):
-        out = write_run(
-            folder / name, factor * tau, arms=("speculative", "other"), config={"seed": HOSTILE * (name == "b")}
-        )
+        out = write_run(folder / name, factor * tau, arms=("repeat", "other"), config={"seed": HOSTILE * (name == "b")})
         requests = pd.read_parquet(next(out.glob("parts/requests-*")))
         for column, value in (
             ("workload", HOSTILE),

@@ -29,7 +29,10 @@ from tests.propose.lab import draft_model
 from tests.tasks.test_serve import Forking
 from tests.tiny import VOCABULARY
 
-HOW = {"speculative": Verification("token", True, 1.0), "baseline": Verification("match", True, 1.0)}
+HOW = {
+    **dict.fromkeys(("repeat", "draft_model"), Verification("token", True, 1.0)),
+    "baseline": Verification("match", True, 1.0),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +126,7 @@ def test_each_arm_has_its_own_prompt_in_later_turns(runs):
         for output in prompt["outputs"]
     }
     assert shown == {key: prompt_end(text) for key, text in rows.items()}
-    assert any(shown[request, "speculative"] != shown[request, "baseline"] for request, _ in shown)
+    assert any(shown[request, "repeat"] != shown[request, "baseline"] for request, _ in shown)
     raw = report.write(folder).read_text(encoding="utf-8")
     assert all(raw.count(str(escape(visible(prompt)))) for prompt in shown.values())
 
@@ -141,11 +144,11 @@ def test_a_run_recorded_for_replay_shows_its_draft_trees(tmp_path):
 
 def test_forced_tokens_are_no_part_of_the_expected_number(runs):
     tables = metrics.load(runs("sampled"))
-    row = tables.steps[(tables.steps["arm"] == "speculative") & (tables.steps["accepted"] == 1)].iloc[:1]
+    row = tables.steps[(tables.steps["arm"] == "draft_model") & (tables.steps["accepted"] == 1)].iloc[:1]
     row = row.assign(expected_accepted=0.25)
 
     def facts(**changes):
-        steps = step_data(replace(tables, steps=row.assign(**changes)), [0, 1, 2], ["speculative"], HOW, {})[0]
+        steps = step_data(replace(tables, steps=row.assign(**changes)), [0, 1, 2], ["draft_model"], HOW, {})[0]
         return next(iter(steps["outputs"].values()))[0]["facts"]
 
     assert ", 1 accepted (expected 0.25), " in facts()
@@ -177,7 +180,7 @@ def hostile(runs, tmp_path_factory):
     tokens.to_parquet(out / "tokens.parquet")
     page = report.write(out)
     steps = metrics.load(out).steps
-    row = steps[(steps["arm"] == "speculative") & (steps["accepted"] == 1) & steps["stop_had_children"]].iloc[0]
+    row = steps[(steps["arm"] == "draft_model") & (steps["accepted"] == 1) & steps["stop_had_children"]].iloc[0]
     return page, row
 
 

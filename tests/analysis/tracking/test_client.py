@@ -29,7 +29,7 @@ def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
     assert [(point["prompt_group"], sorted(point)[1:]) for point in points[:3]] == [
         (number, ["baseline/tokens_per_second", "prompt_group", "tokens_per_second"]) for number in range(3)
     ]
-    for arm, prefix in (("speculative", ""), ("baseline", "baseline/")):
+    for arm, prefix in (("repeat", ""), ("baseline", "baseline/")):
         speeds = pd.Series([metrics.tokens_per_second(group, arm) for _, group in tables.requests.groupby("group")])
         assert column(points, f"{prefix}tokens_per_second") == pytest.approx(speeds.tolist())
         steps = metrics.decode_steps(tables.steps, arm)
@@ -37,14 +37,14 @@ def test_a_live_view_shows_the_groups_first_then_every_series(tracked, seen):
         assert sum(column(points, f"{prefix}accepted_tokens")) == steps["accepted"].sum()
         for phase, seconds in metrics.phase_seconds(tables.forwards, arm).items():
             assert sum(column(points, f"{prefix}time/{phase}")) == pytest.approx(seconds, abs=1e-12), phase
-    paired = metrics.walltime_speedup_paired(tables.requests, "speculative")
+    paired = metrics.walltime_speedup_paired(tables.requests, "repeat")
     assert column(points, "speedup") == pytest.approx(paired.tolist())
     assert len(paired) == 9  # the last group is short
 
 
 def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(tracked, seen):
     written, last, tables = json.loads((tracked / "summary.json").read_text()), summary(seen), metrics.load(tracked)
-    for key in {name for point in history(seen) for name in point} & series.keys(["speculative", "baseline"]).keys():
+    for key in {name for point in history(seen) for name in point} & series.keys(["repeat", "baseline"]).keys():
         _, _, figure = key.rpartition("/")
         assert (key in last) == (figure not in ("emitted_tokens", "accepted_tokens", "expected_accepted_tokens")), key
     assert last["tau"] == pytest.approx(written["tau_pooled"])
@@ -53,7 +53,7 @@ def test_the_summary_has_the_runs_own_figure_under_the_name_of_each_series(track
     assert last["verdict"] == written["verdict"] and last["verdict_reasons"] == "; ".join(written["verdict_reasons"])
     assert last["baseline/tokens_per_second"] == written["baseline_tokens_per_second"]
     tables = metrics.of_timed_groups(tables)
-    count = int((tables.forwards["arm"].eq("speculative") & ~tables.forwards["prefill"]).sum())
+    count = int((tables.forwards["arm"].eq("repeat") & ~tables.forwards["prefill"]).sum())
     assert last["time/verify"] == pytest.approx(written["phase_seconds"]["verify"] / count)
 
 
@@ -66,10 +66,10 @@ def test_a_view_holds_report_figures_and_tables(tracked, seen):
     requests = table(tracked, "requests")
     assert len(requests) == len(tables.requests) and set(requests["arm"]) == {"repeat", "baseline"}
     first = requests[requests["arm"] == "repeat"].iloc[0]
-    first_steps = metrics.decode_steps(tables.steps, "speculative").query("request == 0")
+    first_steps = metrics.decode_steps(tables.steps, "repeat").query("request == 0")
     assert first["prompt"] == "the cat sat" and first["tau"] == pytest.approx(metrics.tau_pooled(first_steps))
     steps = table(tracked, "steps")
-    assert len(steps) == sum(len(metrics.decode_steps(tables.steps, arm)) for arm in ("speculative", "baseline"))
+    assert len(steps) == sum(len(metrics.decode_steps(tables.steps, arm)) for arm in ("repeat", "baseline"))
     depths = table(tracked, "depths").query("kind == 'survival'")
     assert set(depths["arm"]) == {"repeat"}
     assert depths["value"].tolist() == pytest.approx(written["survival"])

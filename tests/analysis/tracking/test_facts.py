@@ -33,7 +33,7 @@ MANIFEST = {
     "sampling": {"temperature": 0.7},
     "parts": {"proposer": "medusa", "verifier": "typical", "constraint": "none", "lossless": False},
     "proposers": {
-        "speculative": {"name": "medusa", "drawn": "deterministic", "nodes": 9, "tree": "0 1"},
+        "medusa": {"name": "medusa", "drawn": "deterministic", "nodes": 9, "tree": "0 1"},
         "other": {"name": "o"},
     },
     "machine": {"processor": "A CPU", "gpus": ["H100", "H100"]},

@@ -17,10 +17,10 @@ def test_figures_have_common_names_and_intervals_their_ends():
 
 
 def test_other_arms_have_their_key_as_prefix_and_the_main_one_none():
-    arms = {"speculative": ARM, "baseline": {"tau_pooled": 1.0}, "ngram": {"tau_pooled": 2.0}}
+    arms = {"medusa": ARM, "baseline": {"tau_pooled": 1.0}, "ngram": {"tau_pooled": 2.0}}
     numbers = headline.figures({**ARM, "baseline_overhead": 0.1, "arms": arms})
     assert (numbers["tau"], numbers["baseline/tau"], numbers["ngram/tau"]) == (3.0, 1.0, 2.0)
-    assert not [name for name in numbers if name.startswith(("speculative", "baseline_"))]
+    assert not [name for name in numbers if name.startswith(("medusa", "baseline_"))]
 
 
 def test_lists_are_numbered_and_bounded_and_only_single_values_are_shown():

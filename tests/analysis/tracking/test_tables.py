@@ -26,7 +26,7 @@ def test_the_table_of_steps_holds_the_text_that_each_step_emitted(tracked):
         letters = sum(len(a) + len(b) for a, b in zip(rows["accepted_text"], rows["other_text"], strict=True))
         assert letters == len(row.text) - row.prefill_tokens  # a token is a letter here
         assert sum(len(text) for text in rows["accepted_text"]) <= rows["accepted"].sum()
-    assert json.loads(steps["path"].iloc[0]) == list(metrics.decode_steps(tables.steps, "speculative")["path"].iloc[0])
+    assert json.loads(steps["path"].iloc[0]) == list(metrics.decode_steps(tables.steps, "repeat")["path"].iloc[0])
 
 
 def test_the_table_of_steps_is_bounded_and_shows_drafted_tokens_where_they_are_recorded(tracked):

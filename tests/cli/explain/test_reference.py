@@ -65,7 +65,7 @@ def test_an_option_that_is_based_on_another_has_its_keys_and_meanings(known):
 
 def test_types_are_those_of_the_signatures(known):
     types = {path: key.type for path, option, key in known.each_key() if option.name in ("zoo", "draft_chain", "regex")}
-    assert types["target.attention"] == "spans or dense"
+    assert types["target.attention"] == "per_sequence or dense_mask"
     assert types["proposer.depth"] == "int from 1 to 256 or null", "of the options of trees"
     assert types["constraint.draft_budget"] == "int of 0 or more, str, or null", "of how a constraint is applied"
     assert next(key.type for key in known.top.keys if key.name == "stop_strings").startswith("list of str")

@@ -164,7 +164,7 @@ def assert_whole(swept: Swept, undisturbed: dict) -> None:
     }  # fmt: skip
     assert "seed must" in runs[FAILS].error
     table = sweep.collect(swept.folder)
-    assert sorted(table[table["arm"] == "speculative"]["seed"]) == list(range(SEEDS))
+    assert sorted(table[table["arm"] == "medusa"]["seed"]) == list(range(SEEDS))
     for seed in range(SEEDS):
         requests, wanted = load(runs[str(seed)].folder).requests, undisturbed[runs[str(seed)].folder.name]
         assert not requests.duplicated(["group", "arm", "request"]).any()
