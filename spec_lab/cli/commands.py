@@ -60,7 +60,7 @@ def complete(line: str) -> tuple[list[str], bool]:
         known = re.findall(r"--[\w-]+", parser()[1][first].format_usage())
         return [name for name in known if name.startswith(others[-1])], False
     if first == "new":
-        return [kind for kind in new_part.KINDS if kind.startswith(others[-1])], False
+        return [kind for kind in new_part.GROUPS if kind.startswith(others[-1])], False
     if first == "explain":
         return explain.complete(others[-1]), False
     folder, _, begins = others[-1].rpartition("/")

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab.cli.new_part import KINDS, write
+from spec_lab.cli.new_part import GROUPS, write
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.nightly
 def test_the_tests_of_what_it_writes_pass(tmp_path):
-    folders = [tmp_path / kind for kind in KINDS]
-    for kind, folder in zip(KINDS, folders, strict=True):
+    folders = [tmp_path / kind for kind in GROUPS]
+    for kind, folder in zip(GROUPS, folders, strict=True):
         write(kind, f"my_{kind}", folder)
     path = os.pathsep.join(map(str, [*folders, ROOT]))
     tests = subprocess.run(
@@ -25,12 +25,12 @@ def test_the_tests_of_what_it_writes_pass(tmp_path):
     assert tests.returncode == 0, tests.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GROUPS)
 def test_what_it_writes_is_found_and_explained(flat_cli, tmp_path, kind):
     code, out, errors = flat_cli("new", kind, "my_part")
     assert (code, errors) == (0, "") and "python -m pytest" in out
     assert [file.name for file in tmp_path.iterdir()] == ["my_part"]
-    group = KINDS[kind].group
+    group = GROUPS[kind]
     code, out, errors = flat_cli("explain", f"{group}=my_part", "--config-dir", "my_part/my_part/conf")
     assert code == 0 and f"my_part.part.{'my_part' if kind == 'metric' else 'MyPart'}" in out, errors
 

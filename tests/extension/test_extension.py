@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pandas as pd
@@ -252,7 +253,7 @@ def test_the_output_under_the_plugin_s_constraint_has_the_masked_distribution(pl
 
 def enumerated(placement: str):
     """Every text of a toy under the constraint, drafted by a tree, compared with autoregressive decoding by hand."""
-    applied = AppliedConstraint(part("apart", "Apart")(CONSTRAINED.v), placement)
+    applied = AppliedConstraint(part("apart", "Apart")(SimpleNamespace(size=CONSTRAINED.v)), placement)
     return examine(Instance(CONSTRAINED, "2x1", 2, END, applied=applied), "iid", Token())
 
 
