@@ -21,7 +21,7 @@ from spec_lab.analysis.figures.certificate import convergence, detectable, pair_
 from spec_lab.analysis.figures.comparison import MAX_CHANGES, changes
 from spec_lab.analysis.figures.cost import step_costs
 from spec_lab.analysis.figures.distance import distance
-from spec_lab.analysis.figures.drafter_check import by_depth, by_range, reading_taus, reliability
+from spec_lab.analysis.figures.drafter_check import by_depth, reading_taus, reliability
 from spec_lab.analysis.figures.latency import latency
 from spec_lab.analysis.figures.palette import (
     BASELINE,
@@ -34,6 +34,7 @@ from spec_lab.analysis.figures.palette import (
     colours,
     option_colours,
 )
+from spec_lab.analysis.figures.ranges import by_range
 from spec_lab.analysis.figures.run import (
     NodePosition,
     acceptance,

@@ -10,16 +10,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from spec_lab.analysis.figures import palette, style
+from spec_lab.analysis.figures.ranges import ends
 from spec_lab.analysis.figures.style import STYLE
 
 NAMES = {"used": "in use", "best": "best", "used_head": "confidence head", "best_head": "confidence head, best"}
 """Readings of which all figures are shown, as ``summary.json`` and as tables and figures call them."""
-
-
-def _ends(value: Mapping[str, float | None]) -> tuple[float, float, float]:
-    """Return mean, low and high of an interval; NaN where one is not known."""
-    mean, low, high = (float("nan") if (end := value[name]) is None else end for name in ("mean", "low", "high"))
-    return mean, low, high
 
 
 @rc_context(STYLE)
@@ -33,7 +28,7 @@ def reading_taus(readings: Sequence[Mapping[str, Any]]) -> Figure:
     names = [name.partition(" ")[2] for name in cut.values()]
     figure, (axes,) = style.panels(1, 6.0, style.ROW * len(names) + 0.2, left=style.text_width(names) + 0.1)
     for line, reading in enumerate(readings):
-        style.interval_mark(axes, *_ends(reading["tau"]), line, palette.COLOURS[1 if line else 0])
+        style.interval_mark(axes, *ends(reading["tau"]), line, palette.COLOURS[1 if line else 0])
     style.rows(axes, names)
     axes.set_xlabel("expected tokens per step")
     axes.set_title("Readings of the drafter and its prompts")
@@ -54,33 +49,6 @@ def by_depth(readings: Mapping[str, Mapping[str, Any]]) -> Figure:
             values = [float("nan") if value is None else value for value in reading[key]]
             panel.plot(depths, values, "o-", ms=4, color=palette.COLOURS[number], label=name)
         panel.set(xlabel="depth", ylabel=label, ylim=(0, 1))
-    style.legend_right(panels[-1])
-    return figure
-
-
-@rc_context(STYLE)
-def by_range(
-    positions: Mapping[str, Sequence[Mapping[str, Any]]], contexts: Mapping[str, Sequence[Mapping[str, Any]]],
-    trained: int | None,
-) -> Figure:  # fmt: skip
-    """Draw the expected tokens of a step by its position in the output and by its context.
-
-    Args:
-        positions, contexts: ``by_position`` and ``by_context`` of ``summary.json``.
-        trained: the drafter's trained context, which is marked where the texts reach it; None: not known.
-    """
-    figure, panels = style.panels(2, 6.6, 2.6, right=1.2)
-    for panel, ranges, label in zip(panels, (positions, contexts), ("tokens of the output", "context"), strict=True):
-        for number, (name, rows) in enumerate(ranges.items()):
-            ends = [_ends(row["tokens"]) for row in rows]
-            colour, legend = palette.COLOURS[number], NAMES.get(name, name)
-            mean, low, high = np.array(ends).reshape(-1, 3).T
-            style.curve(panel, [row["last"] for row in rows], mean, low, high, colour, legend)
-        panel.set(xlabel=f"{label}, tokens before the step", ylabel="expected tokens per step", xscale="log")
-    longest = max((row["last"] for rows in contexts.values() for row in rows), default=0)
-    if trained is not None and longest > trained:
-        panels[1].axvline(trained, color=palette.GREY, linestyle="--", linewidth=1)
-        panels[1].set_title(f"dashed: the trained context, {trained}")
     style.legend_right(panels[-1])
     return figure
 

@@ -9,6 +9,7 @@ import pandas as pd
 from spec_lab.analysis.metrics import acceptance, phases, published, reliability, speed, texts
 from spec_lab.analysis.metrics.accuracy import accuracy, correct
 from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
+from spec_lab.analysis.metrics.ranges import along_text
 from spec_lab.analysis.metrics.roofline import roofline_figures
 from spec_lab.core.roofline import Roofline
 from spec_lab.results.writer import Tables
@@ -57,12 +58,13 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
 
     Most keys are the names of the functions that compute them. ``intervals`` holds mean, low and high (95 %, over
     groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance, ``confidence_head`` the
-    reliability of the drafter's own predictions (None without any). ``speedup`` and ``speedup_with_prefill`` are ratios
-    of sums; ``speedup_mean_of_groups`` and ``speedup_geometric_mean`` are means of the groups' ratios. Times to first
-    and per output token are means over requests, in seconds. Figures named after another system are as its code
-    computes them (``published``). ``accuracy`` has the answers' figures by checker, ``correct`` and ``correct_change``
-    those of all checkers together, ``correct_cut`` the share of checked answers that ``max_new_tokens`` ended. Figures
-    from seconds are over the ``timed_groups``, acceptance is over all steps.
+    reliability of the drafter's own predictions (None without any). ``by_position``, ``by_context`` and ``by_turn`` are
+    those of ``along_text``. ``speedup`` and ``speedup_with_prefill`` are ratios of sums; ``speedup_mean_of_groups`` and
+    ``speedup_geometric_mean`` are means of the groups' ratios. Times to first and per output token are means over
+    requests, in seconds. Figures named after another system are as its code computes them (``published``).
+    ``accuracy`` has the answers' figures by checker, ``correct`` and ``correct_change`` those of all checkers together,
+    ``correct_cut`` the share of checked answers that ``max_new_tokens`` ended. Figures from seconds are over the
+    ``timed_groups``, acceptance is over all steps.
     """
     compared = arm != baseline
     timed = speed.of_timed_groups(tables)
@@ -106,6 +108,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "draft_token_rate": acceptance.draft_token_rate(steps),
         "survival": acceptance.survival(steps).tolist(),
         "conditional": acceptance.conditional(steps).tolist(),
+        **along_text(tables, arm),
         "spec_bench_mean_accepted_tokens": published.spec_bench_mean_accepted_tokens(verified),
         "spec_bench_speedup": published.spec_bench_speedup(timed, arm, baseline) if compared else nan,
         "vllm_mean_acceptance_length": published.vllm_mean_acceptance_length(verified),

@@ -74,8 +74,8 @@ def result(folder: Path) -> Result:
             Section("By depth", DEPTHS, _depths(readings, summary["depth"]),
                     {"depths": partial(figures.by_depth, shown)}),
             Section("By position in the output", RANGES, _ranges(summary["by_position"]),
-                    {"positions": partial(figures.by_range, summary["by_position"], summary["by_context"],
-                                          summary["trained_context"])}),
+                    {"positions": partial(figures.by_range, _panels(summary), "tokens", "expected tokens per step",
+                                          NAMES, summary["trained_context"])}),
             Section("By context length", RANGES, _ranges(summary["by_context"]), notes=_context_notes(summary)),
             Section("Calibration of the confidence", CONFIDENCE, _calibrations(summary["calibration"]),
                     {"reliability": partial(figures.reliability, summary["calibration"])},
@@ -83,6 +83,12 @@ def result(folder: Path) -> Result:
         ],
         verdict(summary),
     )  # fmt: skip
+
+
+def _panels(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the ranges of each panel of the figure along the texts, by the panel's axis."""
+    return {f"{axis}, tokens before the step": summary[name] for axis, name in
+            (("tokens of the output", "by_position"), ("context", "by_context"))}  # fmt: skip
 
 
 def verdict(summary: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from spec_lab.analysis.metrics import PHASES, Tables
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_table
+from spec_lab.analysis.results.ranges import along_text
 from spec_lab.analysis.roofline_text import baseline_notes, roofline_notes
 from spec_lab.analysis.text import (
     COLUMNS,
@@ -178,6 +179,7 @@ def result(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> Result:
                 missing="No arm drafted anything."),
         Section("Acceptance by depth: survival", SURVIVAL, depths),
         Section("Acceptance by depth: conditional", CONDITIONAL, conditional),
+        *along_text(arms),
         Section("Tokens per step", TOKENS, None, {"tokens": partial(figures.tokens, tables)}, missing=NO_STEPS),
         Section("Time per token by phase", PHASE_TIME, None, {"phases": partial(figures.phases, tables)},
                 missing=NO_STEPS),

@@ -9,6 +9,7 @@ import numpy as np
 
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval
 from spec_lab.analysis.metrics.paired import Totals
+from spec_lab.analysis.metrics.ranges import doubled, in_ranges
 from spec_lab.analysis.metrics.reliability import reliability
 from spec_lab.tasks.check_drafter.along_text import Predicted
 
@@ -74,7 +75,7 @@ def mean_alpha(texts: Sequence[Predicted]) -> float:
 
 
 def by_range(texts: Sequence[Predicted], context: bool, trained: int | None = None) -> list[dict[str, Any]]:
-    """Return the expected tokens of steps that begin in ranges of positions, each twice as long as the one before.
+    """Return the expected tokens of steps that begin in ranges of positions, whose ends double.
 
     Steps whose draft the end of the text cuts are left out.
 
@@ -93,21 +94,9 @@ def by_range(texts: Sequence[Predicted], context: bool, trained: int | None = No
     )  # tokens before the step
     tokens = np.concatenate([1 + _reached(steps).sum(1) for steps in whole])
     number = np.repeat(conversations(texts), [len(steps) for steps in whole])
-    largest = int(position.max(initial=0))
-    doubled = {16 * 2**power for power in range(32) if not power or 8 * 2**power < largest}
-    ends = sorted(doubled | ({trained} if context and trained is not None and trained < largest else set()))
-    rows, first = [], 1
-    for end in ends:
-        inside = (position >= first) & (position <= end)
-        if inside.any():
-            ones = np.ones(int(inside.sum()))
-            rows.append({
-                "first": first, "last": min(end, largest), "steps": len(ones),
-                "tokens": cluster_interval(tokens[inside], ones, number[inside])._asdict(),
-                "beyond": context and trained is not None and first > trained,
-            })  # fmt: skip
-        first = end + 1
-    return rows
+    ends = doubled(int(position.max(initial=0)), [trained] if context and trained is not None else [])
+    ranges = in_ranges(position, ends, {"tokens": (tokens, np.ones(len(tokens)))}, number)
+    return [row | {"beyond": context and trained is not None and row["first"] > trained} for row in ranges]
 
 
 def calibration(texts: Sequence[Predicted], head: bool = False) -> dict[str, Any] | None:

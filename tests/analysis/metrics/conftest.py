@@ -30,7 +30,7 @@ def requests() -> pd.DataFrame:
         (1, "baseline", 2, 15, 3.0), (1, "baseline", 3, 15, 3.0),
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
-    return table.assign(sequence=0, violated=-1, prefill_tokens=1, finish="length").assign(
+    return table.assign(sequence=0, violated=-1, prompt_tokens=10, prefill_tokens=1, finish="length").assign(
         queue_seconds=0.0, prefill_seconds=1.0, prefill_compute_seconds=0.5
     )
 

@@ -14,6 +14,7 @@ def steps(*rows: dict) -> pd.DataFrame:
         "stop_had_children": True, "forced_accepted": 0, "forced_accepted_kept": 0,
         "forced_emitted": 0, "forced_emitted_kept": 0, "taken_back": 0, "forks": 0,
         "expected_accepted": 0.0, "expected_kind": "exact", "empty_residual": False, "finish": "",
+        "sequence": 0, "context": 11,
     }  # fmt: skip
     filled = []
     for row in rows:
