@@ -47,9 +47,9 @@ def tables(arms: list[str], groups: int = 4, fast: float = 1.0, accepts: bool = 
                                  "nodes": nodes, "depth": min(nodes, 3), "sequence": 0, "forward": index})  # fmt: skip
             tokens = sum(len(path) + 1 for path in paths)
             requests.append({"arm": arm, "group": group, "request": group, "order": number, "sequence": 0,
-                             "decode_tokens": tokens, "decode_seconds": start - 2.0, "prompt_tokens": 10, "prefill_tokens": 1,
-                             "prefill_seconds": 1.0, "prefill_compute_seconds": 0.5, "queue_seconds": 0.0,
-                             "finish": "length", "violated": -1})  # fmt: skip
+                             "decode_tokens": tokens, "decode_seconds": start - 2.0, "prefill_tokens": 1,
+                             "prompt_tokens": 10, "prefill_seconds": 1.0, "prefill_compute_seconds": 0.5,
+                             "queue_seconds": 0.0, "finish": "length", "violated": -1})  # fmt: skip
     return Tables(pd.DataFrame(forwards), steps(*rows), pd.DataFrame(requests))
 
 

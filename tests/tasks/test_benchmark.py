@@ -128,7 +128,7 @@ def test_a_confidence_head_is_recorded_and_its_calibration_is_in_summary_and_pag
     path = written(tmp_path / "head", *dspark(32, 61, ids=(0, 1), mask=61))
     drafter = BlockDrafter.load(made.target, path, depth=3)
     assert run(replace(made, proposer=drafter), settings(tmp_path / "out", record="drafts"), CONFIG, quiet()) == 0
-    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["repeat"]["confidence_head"]
+    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["repeat"]["confidence"]["head"]
     steps = metrics.load(tmp_path / "out").steps
     drafted = steps[(steps["arm"] == "repeat") & (steps["nodes"] > 0)]
     assert (drafted["draft_confidence"].map(len) == drafted["nodes"]).all() and 0 < facts["ece"] < 1

@@ -54,22 +54,21 @@ def by_depth(readings: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 @rc_context(STYLE)
-def reliability(calibrations: Mapping[str, Mapping[str, Any] | None], key: str = "agreed") -> Figure | None:
-    """Draw the reliability diagram: what happened by confidence; None without a confidence.
+def reliability(calibrations: Mapping[str, Mapping[str, Any]], key: str = "agreed") -> Figure:
+    """Draw the reliability diagram: what happened by confidence.
 
     Args:
-        calibrations: as ``metrics.reliability`` returns them, by reading or arm.
+        calibrations: as ``metrics.reliability`` returns them, by what is shown of each.
         key: of what happened.
     """
-    known = {name: facts for name, facts in calibrations.items() if facts is not None}
-    if not known:
-        return None
-    figure, (axes,) = style.panels(1, 3.2, 3.0, right=1.4)
+    names = {name: f"{short}, ECE {calibrations[name]['ece']:.3f}" for name, short in style.short(calibrations).items()}
+    legend = style.legend_width(names.values())
+    figure, (axes,) = style.panels(1, 3.2, style.legend_height(3.0, names), right=legend)
     axes.plot([0, 1], [0, 1], color=palette.GREY, linestyle="--", linewidth=1)
-    for number, (name, facts) in enumerate(known.items()):
+    for number, (name, facts) in enumerate(calibrations.items()):
         confidence, happened = ([entry[column] for entry in facts["bins"]] for column in ("confidence", key))
-        label = f"{NAMES.get(name, name)}, ECE {facts['ece']:.3f}"
-        axes.plot(confidence, happened, "o-", ms=4, color=palette.COLOURS[number], label=label)
+        axes.plot(confidence, happened, "o-", ms=4, color=palette.COLOURS[number % len(palette.COLOURS)],
+                  label=names[name])  # fmt: skip
     axes.set(xlabel="confidence", ylabel="agreement" if key == "agreed" else "acceptance", xlim=(0, 1), ylim=(0, 1))
     style.legend_right(axes)
     return figure

@@ -68,7 +68,7 @@ from spec_lab.analysis.metrics.published import (
     vllm_per_position_acceptance,
 )
 from spec_lab.analysis.metrics.ranges import along_text
-from spec_lab.analysis.metrics.reliability import confidence_head
+from spec_lab.analysis.metrics.reliability import confidence
 from spec_lab.analysis.metrics.roofline import roofline_figures, step_bounds
 from spec_lab.analysis.metrics.speed import (
     broken_groups,

@@ -22,8 +22,8 @@ FIRST_RANGE = 16
 def along_text(tables: Tables, arm: str) -> dict[str, list[dict[str, Any]]]:
     """Return tau and the acceptance rate of an arm's decode steps by where in the text they begin.
 
-    Positions and contexts are in ranges of 1 to 16 tokens, 17 to 32, 33 to 64, and so on. In the last range of positions
-    the output's end cuts steps off, which ``expected_tau`` does not count.
+    Positions and contexts are in ranges of 1 to 16 tokens, 17 to 32, 33 to 64, and so on. In the last range of
+    positions the output's end cuts steps off, which ``expected_tau`` does not count.
 
     Args:
         tables: the run's rows.

@@ -57,14 +57,14 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     """Return every figure of one arm against the baseline; NaN for figures without data.
 
     Most keys are the names of the functions that compute them. ``intervals`` holds mean, low and high (95 %, over
-    groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance, ``confidence_head`` the
-    reliability of the drafter's own predictions (None without any). ``by_position``, ``by_context`` and ``by_turn`` are
-    those of ``along_text``. ``speedup`` and ``speedup_with_prefill`` are ratios of sums; ``speedup_mean_of_groups`` and
-    ``speedup_geometric_mean`` are means of the groups' ratios. Times to first and per output token are means over
-    requests, in seconds. Figures named after another system are as its code computes them (``published``).
-    ``accuracy`` has the answers' figures by checker, ``correct`` and ``correct_change`` those of all checkers together,
-    ``correct_cut`` the share of checked answers that ``max_new_tokens`` ended. Figures from seconds are over the
-    ``timed_groups``, acceptance is over all steps.
+    groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance, ``confidence`` the
+    reliability of the drafter's own predictions (empty without any). ``by_position``, ``by_context`` and ``by_turn``
+    are those of ``along_text``. ``speedup`` and ``speedup_with_prefill`` are ratios of sums;
+    ``speedup_mean_of_groups`` and ``speedup_geometric_mean`` are means of the groups' ratios. Times to first and per
+    output token are means over requests, in seconds. Figures named after another system are as its code computes them
+    (``published``). ``accuracy`` has the answers' figures by checker, ``correct`` and ``correct_change`` those of all
+    checkers together, ``correct_cut`` the share of checked answers that ``max_new_tokens`` ended. Figures from seconds
+    are over the ``timed_groups``, acceptance is over all steps.
     """
     compared = arm != baseline
     timed = speed.of_timed_groups(tables)
@@ -103,7 +103,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "expected_tau": acceptance.expected_tau(steps),
         "expected_kind": ", ".join(sorted(set(steps["expected_kind"]))),
         "calibration": acceptance.calibration(steps),
-        "confidence_head": reliability.confidence_head(steps),
+        "confidence": reliability.confidence(steps),
         "empty_residuals": int(tables.steps.loc[tables.steps["arm"] == arm, "empty_residual"].sum()),
         "draft_token_rate": acceptance.draft_token_rate(steps),
         "survival": acceptance.survival(steps).tolist(),

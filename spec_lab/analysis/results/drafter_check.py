@@ -10,18 +10,16 @@ from typing import Any
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.figures.drafter_check import NAMES
+from spec_lab.analysis.results.reliability import MEANING, calibrations, shape
 from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run, interval
 
 RANGE = {"first": int, "last": int, "steps": int, "tokens": INTERVAL, "beyond": bool}
-CALIBRATION = (None, {
-    "ece": REAL, "confidence": REAL, "agreed": REAL, "bins": [{"confidence": REAL, "agreed": REAL, "tokens": int}],
-})  # fmt: skip
 SUMMARY = {
     "proposer": str, "temperature": float, "depth": int, "tree": bool, "texts": int, "tokens": int,
     "trained_context": (int, None), "gain": float, "best": int, "alike": [int],
     "readings": [{"changed": {}, "label": str, "helps": bool, "?error": str, "?tau": INTERVAL,
                   "?gain": (None, INTERVAL), "?agreed": [REAL], "?alpha": [REAL]}],
-    "by_position": {str: [RANGE]}, "by_context": {str: [RANGE]}, "calibration": {str: CALIBRATION},
+    "by_position": {str: [RANGE]}, "by_context": {str: [RANGE]}, "calibration": {str: (None, shape("agreed"))},
     "expected": (None, {"value": float, "by": {"sampling", "reading", "prompts", "nothing"}, "changed": {},
                         "whole": bool}),
 }  # fmt: skip
@@ -39,8 +37,7 @@ DEPTHS = (
 RANGES = "Expected tokens of a step that begins after so many tokens, with 95 % intervals over texts."
 CONFIDENCE = (
     "Confidence: the largest draft probability at temperature 1, against how often the target's likeliest token is "
-    "the same; of a confidence head (DSpark) its prediction, against alpha. ECE: the expected calibration error "
-    "(1706.04599), in ten equal bins."
+    f"the same; of a confidence head (DSpark) its prediction, against alpha. {MEANING}"
 )
 REASONS = {
     "sampling": "The difference is explained by sampling: the interval over texts holds {value:g}.",
@@ -64,6 +61,7 @@ def result(folder: Path) -> Result:
         raise ValueError(f"{folder}/summary.json lacks the reading in use; run the same command again")
     names = list(dict.fromkeys([0, summary["best"]]))
     shown = {NAMES[key]: readings[number] for key, number in zip(NAMES, names, strict=False)}
+    stated = {NAMES.get(name, name): facts for name, facts in summary["calibration"].items() if facts is not None}
     return Result(
         manifest["config"].get("name", "run"),
         f"{summary['proposer']}, {_drafts(summary)}, along {summary['texts']} answers of "
@@ -77,8 +75,9 @@ def result(folder: Path) -> Result:
                     {"positions": partial(figures.by_range, _panels(summary), "tokens", "expected tokens per step",
                                           NAMES, summary["trained_context"])}),
             Section("By context length", RANGES, _ranges(summary["by_context"]), notes=_context_notes(summary)),
-            Section("Calibration of the confidence", CONFIDENCE, _calibrations(summary["calibration"]),
-                    {"reliability": partial(figures.reliability, summary["calibration"])},
+            Section("Calibration of the confidence", CONFIDENCE,
+                    calibrations(stated, "reading", "agreed", "agreement or alpha") if stated else None,
+                    {"reliability": partial(figures.reliability, stated)} if stated else {},
                     missing="The drafter states no probabilities."),
         ],
         verdict(summary),
@@ -198,13 +197,3 @@ def _context_notes(summary: Mapping[str, Any]) -> list[str]:
     longest = max((row["last"] for row in summary["by_context"].get("used", ())), default=0)
     beyond = "some steps are beyond it" if longest > trained else f"the longest context here is {longest}"
     return [f"The drafter's files state a context of {trained} positions; {beyond}."]
-
-
-def _calibrations(by_name: Mapping[str, Mapping[str, Any] | None]) -> DataTable | None:
-    rows = [
-        [Cell(NAMES.get(name, name)), *(cell(facts[key], ".3f") for key in ("confidence", "agreed", "ece"))]
-        for name, facts in by_name.items()
-        if facts is not None
-    ]
-    columns = [("reading", False), ("mean confidence", True), ("agreement or alpha", True), ("ECE", True)]
-    return DataTable(columns, rows) if rows else None

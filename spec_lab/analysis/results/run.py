@@ -14,6 +14,7 @@ from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.policy_text import policy_note
 from spec_lab.analysis.results.bounds import BOUNDS, NOTE, bounds_notes, bounds_table
 from spec_lab.analysis.results.ranges import along_text
+from spec_lab.analysis.results.reliability import MEANING, calibrations
 from spec_lab.analysis.roofline_text import baseline_notes, roofline_notes
 from spec_lab.analysis.text import (
     COLUMNS,
@@ -96,10 +97,12 @@ PATHS = (
     "node (before cuts). Hollow: never accepted. Where a tree is not fixed, only accepted nodes are drawn; of large "
     "trees the 64 nodes accepted most often."
 )
-HEADS = (
-    "What the drafter's confidence head predicts for its drafted tokens, against the exact probability that each is "
-    "accepted given that all above it are. ECE: the expected calibration error (1706.04599), in ten equal bins."
+CONFIDENCE = (
+    "What a drafter states of its drafted tokens, its draft probability or the prediction of its confidence head, "
+    f"against the exact probability that each is accepted given that all above it are. {MEANING}"
 )
+STATED = {"draft": "", "head": ", confidence head"}
+"""How predictions of ``metrics.confidence`` are shown, behind their arm."""
 NO_STEPS = "No finished group has a step after its prefill, so there is nothing to draw."
 
 Arms = Mapping[str, Mapping[str, Any]]
@@ -189,15 +192,12 @@ def result(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> Result:
         Section("Accepted paths", PATHS, None, {"accepted_trees": partial(figures.accepted_trees, tables, drafted)},
                 missing="No arm drafted anything that was accepted."),
     ]  # fmt: skip
-    heads = {arm: facts for arm, values in arms.items() if (facts := values.get("confidence_head"))}
-    if heads:
-        rows = [
-            [Cell(arm), *(cell(facts[key], ".3f") for key in ("confidence", "accepted", "ece"))]
-            for arm, facts in heads.items()
-        ]
-        columns = [("arm", False), ("mean confidence", True), ("acceptance", True), ("ECE", True)]
-        drawn = {"confidence": partial(figures.reliability, heads, "accepted")}
-        sections.append(Section("Calibration of the confidence head", HEADS, DataTable(columns, rows), drawn))
+    stated = {f"{arm}{STATED[by]}": facts for arm, values in arms.items()
+              for by, facts in (values.get("confidence") or {}).items()}  # fmt: skip
+    if stated:
+        drawn = {"confidence": partial(figures.reliability, stated, "accepted")}
+        table = calibrations(stated, "arm", "accepted", "acceptance")
+        sections.append(Section("Calibration of the confidence", CONFIDENCE, table, drawn))
     if peers := metrics.speedups_over_peers(tables):
         rows = [
             [Cell(arm), *(cell(speedups[arm]) for speedups in peers.values())] for arm in next(iter(peers.values()))

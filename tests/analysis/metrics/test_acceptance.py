@@ -18,16 +18,6 @@ def test_tau_is_counted_after_cuts_and_what_expected_tau_predicts_before(chain):
     assert metrics.expected_tau(chain) == pytest.approx(1 + 7.5 / 5)
 
 
-def test_a_confidence_head_is_compared_with_the_exact_acceptance_of_its_nodes(chain):
-    assert metrics.confidence_head(chain) is None
-    some = pd.DataFrame({"draft_confidence": [[0.9, 0.25], None, []], "draft_accept": [[0.5, None], [1.0], []]})
-    facts = metrics.confidence_head(pd.concat([some, pd.DataFrame({
-        "draft_confidence": [[0.95, 0.05]], "draft_accept": [[0.75, 0.0]],
-    })]))  # fmt: skip
-    assert facts["ece"] == pytest.approx((2 * abs(0.925 - 0.625) + 0.05) / 3)
-    assert facts["accepted"] == pytest.approx(1.25 / 3) and [entry["tokens"] for entry in facts["bins"]] == [1, 2]
-
-
 def test_the_draft_token_rate_divides_by_every_node(chain):
     assert metrics.draft_token_rate(chain) == pytest.approx(9 / 15)
 
