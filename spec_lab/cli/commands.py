@@ -185,8 +185,8 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     flag("--top-k", nargs="+", type=int, default=[], metavar="K", help="tokens that the drafter draws from (all)")
     flag("--confidence", nargs="+", type=float, default=[], metavar="C", help="below which a draft ends (as recorded)")
     flag("--drawn", nargs="+", choices=("iid", "deterministic"), default=[], help="how trees are drawn (as recorded)")
-    formats = "of a file: jsonl (docs/replay.md), vllm (the text of /metrics), sglang (JSON lines of responses)"
-    flag("--format", choices=("jsonl", "vllm", "sglang"), default="jsonl", help=formats)
+    formats = "of a file: jsonl (docs/replay.md), vllm (the text of /metrics), or responses, one a line"
+    flag("--format", choices=("jsonl", "vllm", "vllm_requests", "sglang", "trtllm"), default="jsonl", help=formats)
     flag("--csv", type=Path, metavar="FILE", help="also write all designs to a CSV file")
     bounds = add("bounds")
     bounds.add_argument("folder", type=Path, metavar="DIR", help="a run with record=replay")

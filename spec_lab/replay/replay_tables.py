@@ -14,7 +14,7 @@ from spec_lab.analysis.console import say, show_table
 from spec_lab.analysis.results.bounds import NOTE, bounds_table
 from spec_lab.core.files import read_text
 from spec_lab.core.progress import Progress
-from spec_lab.replay import designs, traces
+from spec_lab.replay import designs, engine_logs, traces
 from spec_lab.replay.bounds import ArmBounds
 from spec_lab.replay.recorded_trees import NOTHING, read
 from spec_lab.results.manifest import finite
@@ -69,7 +69,7 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
 
     Args:
         file: the trace.
-        written: its format: "jsonl", "vllm" or "sglang".
+        written: its format: "jsonl", "vllm", or one of ``RESPONSES``.
         verifiers: of these ``lenient`` adds rules.
 
     Raises:
@@ -80,13 +80,17 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
     lenience = [verifier.lenience for verifier in named if isinstance(verifier, Lenient)]
     if written == "jsonl":
         return traces.taus(traces.read_trace(file), lenience=lenience)
-    if written == "sglang":
-        return traces.taus(traces.read_sglang(file))
+    if written in RESPONSES:
+        return traces.taus(engine_logs.read_responses(file, RESPONSES[written]))
     text = read_text(file)
     try:
-        return traces.taus(traces.from_vllm(text))
+        return traces.taus(engine_logs.from_vllm(text))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+RESPONSES = {"vllm_requests": engine_logs.vllm_requests, "sglang": engine_logs.sglang, "trtllm": engine_logs.trtllm}
+"""Converters of responses, by format."""
 
 
 def print_trace(frame: pd.DataFrame, console: Console) -> None:

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,29 +61,13 @@ def read_trace(file: Path) -> list[Line]:
         ValueError: a line that is none; names the file and the line.
         OSError: the file cannot be read.
     """
-    lines = list(_read_lines(file, lambda _, value: checked(value)))
+    lines = list(read_lines(file, lambda _, value: checked(value)))
     if not lines:
         raise ValueError(f"{file} holds no line of a trace: write one JSON object a line, see docs/replay.md")
     return lines
 
 
-def read_sglang(file: Path) -> list[Line]:
-    """Read a file with one response of SGLang's ``/generate`` in each line; see ``from_sglang``.
-
-    Raises:
-        ValueError: a line that is none, or none that holds steps; names the file and the line.
-        OSError: the file cannot be read.
-    """
-    lines = [line for line in _read_lines(file, _of_response) if line is not None]
-    if not lines:
-        raise ValueError(
-            f"{file} holds no response with steps: write each response of /generate as one line, with speculative "
-            "decoding on"
-        )
-    return lines
-
-
-def _read_lines(file: Path, made: Callable[[int, Any], Made]) -> Iterator[Made]:
+def read_lines(file: Path, made: Callable[[int, Any], Made]) -> Iterator[Made]:
     """Yield what is made of each line's number and value, without blank lines; name the line in errors."""
     with open_regular(file) as stream:
         number = 0
@@ -276,113 +258,7 @@ def _reached(line: Line, lenience: float | None) -> np.ndarray:  # [n]
     return np.cumprod(np.minimum(1.0, p / np.maximum(lenience * q, np.finfo(float).tiny)))
 
 
-# Converters ----------------------------------------------------------------------------------------------------------
-
-COUNTERS = ("num_drafts", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-"""Names of vLLM's counters, after ``vllm:spec_decode_``."""
-
-
-def from_vllm(metrics: str) -> list[Line]:
-    """Return the counts in the text of vLLM's ``/metrics``: one line for each engine that has verified drafts.
-
-    They are the counters ``vllm:spec_decode_num_drafts``, ``..num_accepted_tokens`` and
-    ``..num_accepted_tokens_per_pos``, summed since the server's start; Prometheus adds ``_total`` to their names.
-
-    Raises:
-        ValueError: the text has none of them, one is no whole number, or they contradict each other; names it.
-    """
-    pattern = re.compile(r"^vllm:spec_decode_(num_\w+?)(?:_total)?\{(.*)\}\s+(\S+)", re.MULTILINE)
-    values: dict[str, dict[str, int]] = defaultdict(dict)
-    positions: dict[str, dict[str, int]] = defaultdict(dict)
-    for name, labels, value in pattern.findall(metrics):
-        if name not in COUNTERS:
-            continue
-        position = re.search(r'position="([^"]*)"', labels)
-        engine = re.sub(r',?\s*position="[^"]*"', "", labels).strip(",")
-        per_position = name == "num_accepted_tokens_per_pos"
-        if per_position and position is None:
-            raise ValueError(f"the counter vllm:spec_decode_{name} of {engine} has no label position")
-        counters, key = (positions[engine], position[1]) if per_position and position else (values[engine], name)
-        where = f"the counter vllm:spec_decode_{name} of {labels}"
-        if key in counters:
-            raise ValueError(f"{where} occurs twice: give the text of one request of /metrics")
-        counters[key] = _counter(where, value)
-    lines, idle = [], False
-    for engine, counts in values.items():
-        if "num_drafts" not in counts or "num_accepted_tokens" not in counts:
-            continue
-        if counts["num_drafts"] == 0:
-            idle = True
-            continue
-        line: dict[str, Any] = {"request": engine, "steps": counts["num_drafts"]}
-        line |= {"accepted_tokens": counts["num_accepted_tokens"]}
-        accepted = positions[engine]
-        if accepted:
-            if missing := [number for number in map(str, range(len(accepted))) if number not in accepted]:
-                raise ValueError(
-                    f"vllm:spec_decode_num_accepted_tokens_per_pos of {engine} lacks position {missing[0]}"
-                )
-            line |= {"at_least": [accepted[str(number)] for number in range(len(accepted))]}
-        try:
-            lines.append(checked(line))
-        except ValueError as error:
-            raise ValueError(f"the counters vllm:spec_decode_* of {engine} are no counts of steps: {error}") from None
-    if not lines and idle:
-        raise ValueError("vllm:spec_decode_num_drafts is 0: send requests to the server, then read its counters again")
-    if not lines:
-        raise ValueError("the text has no counters vllm:spec_decode_num_drafts: is speculative decoding on?")
-    return lines
-
-
-def _counter(name: str, value: str) -> int:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not (0 <= number <= MAX_DRAFTED * MAX_STEPS and number.is_integer()):
-        raise ValueError(f"{name} must be a whole number of 0 or more, not {brief(value)}")
-    return int(number)
-
-
-def from_sglang(responses: Iterable[Any]) -> list[Line]:
-    """Return the counts of responses of SGLang's ``/generate``: one line for each with steps, from ``meta_info``.
-
-    ``spec_verify_ct`` is the number of steps. Accepted tokens are ``spec_accept_token_num`` where it is there, else
-    ``completion_tokens`` - ``spec_verify_ct``, as in SGLang's own ``spec_accept_length``, which counts the token of the
-    prefill to the first step.
-
-    Raises:
-        ValueError: a response without ``spec_verify_ct``, a count that is none, or no response with steps.
-    """
-    lines = []
-    for number, response in enumerate(responses):
-        try:
-            line = _of_response(number, response)
-        except ValueError as error:
-            raise ValueError(f"response {number}: {error}") from None
-        if line is not None:
-            lines.append(line)
-    if not lines:
-        raise ValueError("no response has a step: meta_info.spec_verify_ct must be above 0 in one of them")
-    return lines
-
-
-def _of_response(number: int, response: Any) -> Line | None:
-    """Return the counts of a response; None of one without steps, whose only token is the prefill's."""
-    if not isinstance(response, dict):
-        raise ValueError(f"a response of /generate is a JSON object, not {brief(response)}: write each in its own line")
-    meta = response.get("meta_info")
-    if not isinstance(meta, dict) or "spec_verify_ct" not in meta:
-        raise ValueError("the response has no meta_info.spec_verify_ct: is speculative decoding on?")
-    limit = MAX_DRAFTED * MAX_STEPS
-    steps = whole("meta_info.spec_verify_ct", meta["spec_verify_ct"], minimum=0, maximum=MAX_STEPS)
-    if meta.get("spec_accept_token_num") is not None:
-        accepted = whole("meta_info.spec_accept_token_num", meta["spec_accept_token_num"], minimum=0, maximum=limit)
-    else:
-        accepted = whole("meta_info.completion_tokens", meta.get("completion_tokens"), minimum=0, maximum=limit) - steps
-    if not steps:
-        return None
-    return checked({"request": meta.get("id", number), "steps": steps, "accepted_tokens": max(accepted, 0)})
+# Recording of transformers ------------------------------------------------------------------------------------------
 
 
 class RecordedCandidates:

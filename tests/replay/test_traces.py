@@ -9,24 +9,13 @@ from rich.console import Console
 
 from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.cli.commands import command
-from spec_lab.replay.traces import RecordedCandidates, checked, from_sglang, from_vllm, read_trace, taus
+from spec_lab.replay.traces import RecordedCandidates, checked, read_trace, taus
 from tests.tiny import tiny_model
 
 STEPS = [
     {"request": "a", "position": 5, "drafted": [1, 2], "accepted": 2, "p": [0.5, 0.4], "q": [0.4, 0.8]},
     {"request": "b", "position": 7, "drafted": [3, 4], "accepted": 0, "p": [0.1, 0.9], "q": [0.2, 0.3]},
 ]
-
-METRICS = """
-# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 300.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 170.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 80.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 55.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 35.0
-vllm:spec_decode_num_accepted_tokens_created{engine="0",model_name="m"} 1.7e+09
-"""
 
 
 def quiet() -> Console:
@@ -54,37 +43,13 @@ def test_steps_with_probabilities_are_evaluated_exactly():
     assert by_rule(taus(unsampled))["token", "2"] == pytest.approx(1 + 0.5 + 0.2)
 
 
-def test_vllm_s_counters_are_evaluated_by_depth():
-    (line,) = from_vllm(METRICS)
-    assert line["at_least"] == [80, 55, 35] and line["steps"] == 100
-    rows = by_rule(taus([line]))
-    expected = {("observed", "all"): 2.7, ("observed", "1"): 1.8, ("observed", "2"): 2.35, ("observed", "3"): 2.7}
-    assert rows == pytest.approx(expected)
-    with pytest.raises(ValueError, match="is speculative decoding on"):
-        from_vllm("vllm:num_requests_running{} 1.0")
-
-
-def test_sglang_s_responses_are_evaluated_as_a_whole():
-    meta = [
-        {"id": "x", "spec_verify_ct": 10, "completion_tokens": 31},
-        {"spec_verify_ct": 5, "spec_accept_token_num": 9},
-    ]
-    frame = taus(from_sglang({"meta_info": counters} for counters in meta))
-    assert by_rule(frame) == pytest.approx({("observed", "all"): (31 + 14) / 15})
-    with pytest.raises(ValueError, match="response 0: the response has no meta_info.spec_verify_ct"):
-        from_sglang([{"meta_info": {}}])
-
-
-def test_a_command_evaluates_a_file_and_converts(tmp_path, capsys):
+def test_a_command_evaluates_a_file(tmp_path, capsys):
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, STEPS)) + "\n")
-    (tmp_path / "metrics.txt").write_text(METRICS)
     assert read_trace(tmp_path / "trace.jsonl") == STEPS
     console = quiet()
     options = ["--csv", str(tmp_path / "out.csv"), "--verifiers", "lenient:lenience=0.5"]
     assert command(["replay", str(tmp_path / "trace.jsonl"), *options], console) == 0
     assert "lenient:lenience=0.5" in console.file.getvalue() and "lenient" in (tmp_path / "out.csv").read_text()
-    assert command(["replay", str(tmp_path / "metrics.txt"), "--format", "vllm"], console) == 0
-    assert "2.350" in console.file.getvalue()
     (tmp_path / "trace.jsonl").write_text('{"request": 1}\n')
     assert command(["replay", str(tmp_path / "trace.jsonl")], console) == 1
     assert "line 1: a line is an object with 'request'" in capsys.readouterr().err
