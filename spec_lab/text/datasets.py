@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, Unpack
 
 from huggingface_hub import hf_hub_download
 
-from spec_lab.core.options import Count, OneOf, WrongOption, brief
+from spec_lab.core.options import Count, Filled, OneOf, WrongOption, brief
 from spec_lab.core.options import checked as check_arguments
 from spec_lab.models.checkpoint import one_line
 from spec_lab.text.conversations import ChatOptions, chat_options, turns_of
@@ -40,9 +40,12 @@ class Dataset:
         page: where its file can be downloaded.
         read: returns a record's question; its arguments are the file and line, the record, and whether the model
             completes a text (``prompts.template=none``) or answers a message.
-        hub: repository and file on the hub; None where the hub does not have it.
+        hub: repository and file on the hub, "{subset}" in place of a subset; None where the hub does not have it.
         bundled: number of its questions in ``BUNDLED``, from the first; 0: it is not bundled.
         columns: of a Parquet file, those that are read.
+        revision: where the file is on the hub; None: main.
+        category: the field by which its questions are chosen (``category``); empty: there is none.
+        subsets: its folders, each a set of questions of its own; the first is the default of the hub.
     """
 
     source: str
@@ -52,6 +55,9 @@ class Dataset:
     hub: tuple[str, str] | None = None
     columns: tuple[str, ...] | None = None
     bundled: int = 0
+    revision: str | None = None
+    category: str = ""
+    subsets: tuple[str, ...] = ()
 
 
 BUNDLED = Path(__file__).parents[1] / "zoo" / "questions" / "spec_bench.jsonl"
@@ -65,6 +71,8 @@ def load(
     revision: str | None = None,
     limit: Count | None = None,
     every: Count = 1,
+    subset: Filled | None = None,
+    category: Filled | None = None,
     **chat: Unpack[ChatOptions],
 ) -> list[Prompt]:
     """Read a dataset.
@@ -75,6 +83,9 @@ def load(
         revision: branch, tag or commit on the hub; None: main.
         limit: number of questions, from the first; None: all.
         every: 8: only each eighth of these, from the first; 1: all.
+        subset: a part of a dataset that has several, such as throughput_8k of SPEED-Bench; None: the file at ``path``,
+            on the hub the first part.
+        category: only questions of this category (of MMLU the subject); None: all.
         chat: see ``ChatOptions``.
 
     Raises:
@@ -85,20 +96,59 @@ def load(
     how = chat_options(**chat)
     if revision is not None and (not isinstance(revision, str) or not revision or path is not None):
         raise WrongOption(f"revision must name a branch, tag or commit, without path (got {brief(revision)})")
+    _check_parts(name, dataset, path, subset, category)
     if path is None and revision is None and dataset.bundled:
         file, limit = str(BUNDLED), min(limit or dataset.bundled, dataset.bundled)
     else:
-        file = _fetched(name, dataset, revision) if path is None else _local(name, dataset, path)
+        file = _fetched(name, dataset, revision, subset) if path is None else _local(name, dataset, path, subset)
     prompts = {}
-    for where, line, record in islice(records(file, limit, columns=dataset.columns), 0, None, every):
+    chosen = records(file, limit if category is None else None, columns=dataset.columns)
+    if category is not None:
+        chosen = islice(_of_category(chosen, dataset.category, category, file), limit)
+    for where, line, record in islice(chosen, 0, None, every):
         given, asked, workload, answer = dataset.read(where, record, chat.get("template") == "none")
         named = given or f"{Path(file).name.partition('.')[0]}-{line}"
         prompts[line] = how.prompt(named, asked, workload, dataset.source, answer, where=where)
     return how.all_of(prompts, file)
 
 
-def _local(name: str, dataset: Dataset, path: Any) -> str:
-    """Return the file at ``path``, or that of the dataset in the folder.
+def _check_parts(name: str, dataset: Dataset, path: str | None, subset: str | None, category: str | None) -> None:
+    """Refuse a subset or a category that a dataset does not have.
+
+    Raises:
+        ValueError: it has none, or others.
+    """
+    if subset is not None and subset not in dataset.subsets:
+        known = f"one of {', '.join(dataset.subsets)}" if dataset.subsets else f"null: {name} has no parts"
+        raise WrongOption(f"subset must be {known} (got {brief(subset)})")
+    if subset is not None and path is not None and Path(path).is_file():
+        raise WrongOption(f"subset={subset} is a folder below path, but {path} is a file: leave one of them out")
+    if category is not None and not dataset.category:
+        raise WrongOption(f"category must be null: questions of {name} have none (got {brief(category)})")
+
+
+def _of_category(
+    all_records: Iterable[tuple[str, int, dict[str, Any]]], field: str, category: str, file: str
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield the records of a category.
+
+    Raises:
+        ValueError: there are none; names those that there are.
+    """
+    seen: dict[str, None] = {}
+    for where, line, record in all_records:
+        given = word(record, field, where)
+        seen[given] = None
+        if given == category:
+            yield where, line, record
+    if category not in seen:
+        raise WrongOption(
+            f"category={brief(category)} is not in {file}, which has {', '.join(sorted(seen))[:500] or 'no questions'}"
+        )
+
+
+def _local(name: str, dataset: Dataset, path: Any, subset: str | None) -> str:
+    """Return the file at ``path``, or that of the dataset in the folder, in the subset's folder where one is named.
 
     Raises:
         ValueError: no path.
@@ -108,15 +158,16 @@ def _local(name: str, dataset: Dataset, path: Any) -> str:
         raise WrongOption(f"path must name a file or a folder, or be null for the hub, not {brief(path)}")
     if not Path(path).is_dir():
         return path
-    for file in dataset.files:
+    files = dataset.files if subset is None else [f"{subset}/{file}" for file in dataset.files] + [f"{subset}.jsonl"]
+    for file in files:
         if (Path(path) / file).exists():
             return str(Path(path) / file)
     raise FileNotFoundError(
-        f"the folder {path} holds no {' or '.join(dataset.files)} of {name}: download it from {dataset.page}"
+        f"the folder {path} holds no {' or '.join(files)} of {name}: download it from {dataset.page}"
     )
 
 
-def _fetched(name: str, dataset: Dataset, revision: str | None) -> str:
+def _fetched(name: str, dataset: Dataset, revision: str | None, subset: str | None) -> str:
     """Return the dataset's file in the hub's cache, after downloading it.
 
     Raises:
@@ -127,8 +178,9 @@ def _fetched(name: str, dataset: Dataset, revision: str | None) -> str:
             f"{name} is not on the hub: download {dataset.files[0]} from {dataset.page}, and set prompts.path to it"
         )
     repository, file = dataset.hub
+    file = file.format(subset=subset or next(iter(dataset.subsets), ""))
     try:
-        return hf_hub_download(repository, file, repo_type="dataset", revision=revision)
+        return hf_hub_download(repository, file, repo_type="dataset", revision=revision or dataset.revision)
     except Exception as error:  # also those of the HTTP library
         raise OSError(
             f"{file} of the dataset {repository} cannot be fetched from the hub ({one_line(error)}): try again when "
@@ -147,6 +199,38 @@ def _turns(where: str, record: Mapping[str, Any], completes: bool) -> Question:
         )
     name = word(record, "question_id", where) or word(record, "prompt_id", where)
     return Question(name, turns_of(record, key, where), word(record, "category", where))
+
+
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""How a question of SPEED-Bench begins that its authors do not redistribute."""
+
+
+def _speed_bench(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return a question of SPEED-Bench: ``question_id``, ``category``, and ``turns`` or ``messages`` of the user.
+
+    Raises:
+        ValueError: it is a placeholder, which NVIDIA's scripts fill from the sources.
+    """
+    sent = record.get("messages")
+    if record.get("turns") is None and isinstance(sent, list):
+        record = {**record, "turns": [message.get("content") if isinstance(message, Mapping) else message
+                                      for message in sent]}  # fmt: skip
+    question = _turns(where, record, completes)
+    if any(turn.startswith(PLACEHOLDER) for turn in question.turns):
+        raise ValueError(
+            f"{where}: question {question.name} (category {question.workload}) is a placeholder, which SPEED-Bench "
+            "does not redistribute: fill it with prepare_data.py of specdec_bench "
+            "(https://github.com/NVIDIA/Model-Optimizer) and set prompts.path to the folder that it writes, or set "
+            "prompts.category to one without placeholders"
+        )
+    return question
+
+
+def _instruct_coder(where: str, record: Mapping[str, Any], completes: bool) -> Question:
+    """Return an edit of InstructCoder: ``instruction`` and ``input``, the code; ``output`` is not read."""
+    code, instruction = text_of(record, "input", where), text_of(record, "instruction", where)
+    asked = f"{code}\n\n{instruction} Answer with the whole edited code in one code block, without an explanation."
+    return Question("", [asked], "code editing")
 
 
 def _gsm8k(where: str, record: Mapping[str, Any], completes: bool) -> Question:
@@ -209,6 +293,7 @@ DATASETS: Mapping[str, Dataset] = {
         "https://github.com/hemingkx/Spec-Bench (data/spec_bench)",
         _turns,
         bundled=480,
+        category="category",
     ),
     "mt_bench": Dataset(
         "MT-Bench",
@@ -217,6 +302,26 @@ DATASETS: Mapping[str, Dataset] = {
         _turns,
         ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
         bundled=80,
+        category="category",
+    ),
+    "speed_bench": Dataset(
+        "SPEED-Bench",
+        ("test.parquet", "test-00000-of-00001.parquet", "test.jsonl"),
+        "https://huggingface.co/datasets/nvidia/SPEED-Bench",
+        _speed_bench,
+        ("nvidia/SPEED-Bench", "{subset}/test-00000-of-00001.parquet"),
+        ("question_id", "category", "turns", "messages"),
+        category="category",
+        subsets=("qualitative", *(f"throughput_{size}k" for size in (1, 2, 8, 16, 32))),
+    ),
+    "instruct_coder": Dataset(
+        "InstructCoder",
+        ("0000.parquet", "train.jsonl", "valid.jsonl"),
+        "https://huggingface.co/datasets/likaixin/InstructCoder",
+        _instruct_coder,
+        ("likaixin/InstructCoder", "default/train/0000.parquet"),
+        ("instruction", "input"),
+        revision="refs/convert/parquet",  # the hub's own Parquet copy of train.json
     ),
     "gsm8k": Dataset(
         "GSM8K",
@@ -240,6 +345,7 @@ DATASETS: Mapping[str, Dataset] = {
         "https://huggingface.co/datasets/livecodebench/code_generation_lite",
         _livecodebench,
         ("livecodebench/code_generation_lite", "test6.jsonl"),
+        category="difficulty",
     ),
     "mmlu": Dataset(
         "MMLU",
@@ -248,8 +354,10 @@ DATASETS: Mapping[str, Dataset] = {
         _mmlu,
         ("cais/mmlu", "all/test-00000-of-00001.parquet"),
         ("question", "subject", "choices", "answer"),
+        category="subject",
     ),
 }
 """By the name that ``prompts.name`` gives. Published: MT-Bench (2306.05685), Spec-Bench (2401.07851), GSM8K
-(2110.14168), HumanEval (2107.03374), LiveCodeBench (2403.07974), MMLU (2009.03300).
+(2110.14168), HumanEval (2107.03374), LiveCodeBench (2403.07974), MMLU (2009.03300), SPEED-Bench (2604.09557),
+InstructCoder (2310.20329).
 """

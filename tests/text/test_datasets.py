@@ -17,6 +17,12 @@ from spec_lab.text.datasets import DATASETS, load
 LINES: dict[str, list[dict]] = {
     "spec_bench": [{"question_id": 81, "category": "writing", "turns": ["one", "two"]}],
     "mt_bench": [{"question_id": 7, "category": "roleplay", "turns": ["a", "b"], "reference": ["x", "y"]}],
+    "speed_bench": [
+        {"question_id": "q1", "category": "coding", "sub_category": "python", "turns": ["one", "two"], "source": "x",
+         "src_id": "1", "difficulty": "", "multiturn": True},
+        {"question_id": "q2", "category": "rag", "turns": ["three"]},
+    ],
+    "instruct_coder": [{"instruction": "Rename f to g.", "input": "def f(): pass", "output": "def g(): pass"}],
     "gsm8k": [{"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}],
     "humaneval": [
         {"task_id": "HumanEval/0", "prompt": 'def f(a):\n    """Doc."""\n', "entry_point": "f",
@@ -60,6 +66,55 @@ def test_questions_of_several_turns(tmp_path):
     copy = {"prompt_id": 3, "category": "math", "prompt": ["a", "b"], "reference": []}
     (prompt,) = load("mt_bench", write(tmp_path / "copy.jsonl", [copy]))
     assert (prompt.name, prompt.text, prompt.later) == ("3", "a", ("b",))
+
+
+def test_speed_bench_has_parts_and_categories(tmp_path):
+    first, second = read(tmp_path, "speed_bench")
+    assert (first.name, first.text, first.later, first.workload) == ("q1", "one", ("two",), "coding")
+    lines = [{**line, "turns": None, "messages": [{"role": "user", "content": turn} for turn in line["turns"]]}
+             for line in LINES["speed_bench"]]  # fmt: skip
+    write(tmp_path / "throughput_8k.jsonl", lines)
+    (tmp_path / "qualitative").mkdir()
+    pd.DataFrame(LINES["speed_bench"]).to_parquet(tmp_path / "qualitative" / "test.parquet")
+    for subset in ("qualitative", "throughput_8k"):
+        assert load("speed_bench", str(tmp_path), subset=subset) == [first, second]
+    assert load("speed_bench", str(tmp_path), subset="qualitative", category="rag", limit=1) == [second]
+
+
+def test_a_placeholder_of_speed_bench_is_refused_by_name(tmp_path):
+    text = f"{datasets.PLACEHOLDER} USING SPECDEC_BENCH\n\n{{article}}"
+    file = write(
+        tmp_path / "test.jsonl", [*LINES["speed_bench"], {"question_id": "q3", "category": "qa", "turns": [text]}]
+    )
+    with pytest.raises(
+        ValueError, match=r"test.jsonl:3: question q3 \(category qa\) is a placeholder.*prepare_data.py"
+    ):
+        load("speed_bench", file)
+    assert [prompt.name for prompt in load("speed_bench", file, category="coding")] == ["q1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        (
+            "speed_bench",
+            {"subset": "throughput_4k"},
+            "subset must be one of qualitative, throughput_1k.*got 'throughput_4k'",
+        ),
+        ("speed_bench", {"subset": "qualitative"}, "subset=qualitative is a folder below path"),
+        ("speed_bench", {"category": "maths"}, "category='maths' is not in .*, which has coding, rag"),
+        ("gsm8k", {"subset": "main"}, "subset must be null: gsm8k has no parts"),
+        ("gsm8k", {"category": "math"}, "category must be null: questions of gsm8k have none"),
+    ],
+)
+def test_a_part_or_category_that_is_none_is_refused(tmp_path, name, options, why):
+    with pytest.raises(ValueError, match=why):
+        read(tmp_path, name, **options)
+
+
+def test_instruct_coder_asks_for_the_edited_code(tmp_path):
+    (prompt,) = read(tmp_path, "instruct_coder")
+    assert prompt.text.startswith("def f(): pass\n\nRename f to g. Answer with") and "def g" not in prompt.text
 
 
 def test_gsm8k_asks_for_a_number_and_checks_it(tmp_path):
@@ -118,6 +173,16 @@ def test_what_is_not_local_comes_from_the_hub(tmp_path, monkeypatch):
     assert asked == [("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset", "abc")]
     with pytest.raises(FileNotFoundError, match=r"spec_bench is not on the hub: download question\.jsonl from .*path"):
         load("spec_bench", revision="abc")
+    file = write(tmp_path / "got.jsonl", [*LINES["instruct_coder"], *LINES["speed_bench"]])
+    asked.clear()
+    monkeypatch.setattr(
+        datasets, "hf_hub_download", lambda _, *named, **options: asked.append((*named, options)) or file
+    )
+    assert len(load("instruct_coder", limit=1)) == 1
+    assert len(load("speed_bench", subset="throughput_1k", category="rag")) == 1
+    assert [(name, options["revision"]) for name, options in asked] == [
+        ("default/train/0000.parquet", "refs/convert/parquet"), ("throughput_1k/test-00000-of-00001.parquet", None),
+    ]  # fmt: skip
 
 
 def test_mt_bench_and_spec_bench_are_bundled():
