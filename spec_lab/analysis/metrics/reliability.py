@@ -12,8 +12,8 @@ BINS = 10
 """Equal bins of the predicted probability."""
 
 PREDICTIONS = {"draft": "draft_q", "head": "draft_confidence"}
-"""What a drafter states of a drafted token, and its column in ``steps``: its draft probability, the prediction of its
-confidence head."""
+"""The columns in ``steps`` of what a drafter states of a drafted token: its draft probability, and the prediction of
+its confidence head."""
 
 
 def reliability(predicted: np.ndarray, happened: np.ndarray, name: str) -> dict[str, Any] | None:
