@@ -1,29 +1,35 @@
 """From logits to the probabilities that are sampled.
 
 The same ``logits_to_probs`` serves the target, a draft model and the autoregressive baseline, once, in this order:
-repetition penalty, constraint mask, temperature, top-k, top-p, min-p (the order of transformers, the mask before the
-temperature). Temperature 0 is one-hot at the arg max.
+logit bias and banned words, repetition penalty, frequency and presence penalty, constraint mask, temperature, top-k,
+top-p, min-p (the order of vLLM; of transformers where both have a step, the mask before the temperature). Temperature 0
+is one-hot at the arg max.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import Number, Share, Temperature, Whole, check_fields
+from spec_lab.core.history import History
+from spec_lab.core.options import Number, Share, Temperature, Whole, WrongOption, brief, check_fields
 from spec_lab.core.upload import upload
 
 TopK = Annotated[int, Whole(0, 2**31 - 1)]
 TopP = Annotated[float, Number(0, 1, above=True)]
 Penalty = Annotated[float, Number(0.01, 100)]
 """Beyond these bounds logits overflow."""
+AddedPenalty = Annotated[float, Number(-2, 2)]
+LogitBias = Mapping[Any, Annotated[float, Number(-100, 100)]]
+TokenLists = Sequence[Sequence[Annotated[int, Whole(0)]]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,17 @@ class Sampling:
         min_p: minimum probability, relative to the likeliest token's; 0: all.
         repetition_penalty: positive logits of tokens seen before, prompt included, are divided by it, negative ones
             multiplied (CTRL, 1909.05858); 1: none.
+        presence_penalty: taken from the logit of every token that was generated before, once; prompts do not count, as
+            in vLLM and OpenAI's API; 0: none.
+        frequency_penalty: taken from a token's logit as often as it was generated before; prompts do not count; 0:
+            none.
+        logit_bias: numbers added to the logits of tokens, by token id, such as {262: -5}.
+        bad_words_ids: lists of token ids that are not generated, such as [[262], [1263, 373]]: the last token of each
+            is banned where the others stand before it, prompt included (as in transformers; vLLM reads generated tokens
+            only). Texts are banned by constraint=banned.
+
+    Penalties, biases and banned words are part of the target distribution: at every node of a draft tree they read the
+    text and the path to that node, so verification under them is as exact as without.
 
     Within these bounds the distribution is never NaN for logits up to 1e30 in size, in float32 as in float64.
 
@@ -49,9 +66,38 @@ class Sampling:
     top_p: TopP = 1.0
     min_p: Share = 0.0
     repetition_penalty: Penalty = 1.0
+    presence_penalty: AddedPenalty = 0.0
+    frequency_penalty: AddedPenalty = 0.0
+    logit_bias: LogitBias | None = field(default=None, hash=False)
+    bad_words_ids: TokenLists = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "bad_words_ids", tuple(tuple(word) for word in self.bad_words_ids))
+        if not all(self.bad_words_ids):
+            raise WrongOption("bad_words_ids must have no empty list: it would ban every token")
+        if self.logit_bias is not None:
+            wrong = [token for token in self.logit_bias if not re.fullmatch(r"\d{1,12}", str(token), re.ASCII)]
+            if wrong:
+                raise WrongOption(f"logit_bias must have token ids as its names, not {brief(wrong[0])}")
+            biases = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases or None)
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """Refuse tokens that a target does not have.
+
+        Raises:
+            WrongOption: ``logit_bias`` or ``bad_words_ids`` names one, or ``bad_words_ids`` can ban every token.
+        """
+        banned = [token for word in self.bad_words_ids for token in word]
+        for name, tokens in (("logit_bias", self.logit_bias or ()), ("bad_words_ids", banned)):
+            if (largest := max(tokens, default=0)) >= vocabulary:
+                raise WrongOption(
+                    f"{name} names token {largest}, but the target has tokens 0 to {vocabulary - 1}: use ids of the "
+                    "target's tokenizer"
+                )
+        if len({word[-1] for word in self.bad_words_ids}) >= vocabulary:
+            raise WrongOption("bad_words_ids ends with every token of the target, so no token might be left")
 
     @property
     def truncates(self) -> bool:
@@ -60,14 +106,40 @@ class Sampling:
 
     @cached_property
     def untruncated(self) -> Sampling:
-        """The same repetition penalty at temperature 1, without top-k, top-p and min-p."""
-        return Sampling(1.0, repetition_penalty=self.repetition_penalty)
+        """The same penalties, biases and banned words at temperature 1, without top-k, top-p and min-p."""
+        return replace(self, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+    @cached_property
+    def without_penalties(self) -> Sampling:
+        """The same temperature, top-k, top-p and min-p alone."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty depends on how often a token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def biases(self) -> bool:
+        """Whether anything is added to logits, -inf for banned tokens included."""
+        return bool(self.logit_bias or self.bad_words_ids)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether penalties, biases or banned words change the logits: a ``History`` is needed."""
+        return self.repetition_penalty != 1 or self.counts_tokens or self.biases
+
+    @cached_property
+    def token_biases(self) -> dict[int, float]:
+        """What is added to the logits of tokens, whatever the text: -inf for banned ones."""
+        banned = {word[0]: -math.inf for word in self.bad_words_ids if len(word) == 1}
+        return {**(self.logit_bias or {}), **banned}
 
 
 def logits_to_probs(
     logits: Tensor,  # [R, V]
     sampling: Sequence[Sampling],  # [R], or one for all rows
-    seen: Tensor | None = None,  # [R, V] bool
+    history: History | None = None,
     mask: Tensor | None = None,  # [R, V] bool
     scratch: Tensor | None = None,  # [>= R, V]
 ) -> Tensor:
@@ -78,15 +150,15 @@ def logits_to_probs(
     Args:
         logits: raw logits; -inf is no mass. Some of each row are finite, none is NaN or +inf.
         sampling: parameters of each row; a single one serves all rows.
-        seen: tokens that occur in the row's history; needed where a repetition penalty is set.
-        mask: tokens that a constraint allows. A row that allows none with a finite logit is dead: its probabilities are
-            all zero, never NaN.
+        history: of the rows; needed where penalties, biases or banned words are set.
+        mask: tokens that a constraint allows. A row that allows none with a finite logit, banned words left out, is
+            dead: its probabilities are all zero, never NaN.
         scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use. The
             logits may stand there already, and are then overwritten.
             (Fresh megabytes cost more than the arithmetic: every page of them faults.)
 
     Raises:
-        ValueError: parameters for another number of rows; a repetition penalty without ``seen``.
+        ValueError: parameters for another number of rows; penalties, biases or banned words without ``history``.
     """
     rows = list(sampling)
     if len(rows) not in (1, len(logits)):
@@ -97,14 +169,12 @@ def logits_to_probs(
         x = scratch[: len(logits)]
         if x.data_ptr() != logits.data_ptr():
             x.copy_(logits)
-    if any(s.repetition_penalty != 1 for s in rows):
-        if seen is None:
-            raise ValueError("a repetition penalty needs the tokens seen before")
-        penalty = _column([s.repetition_penalty for s in rows], x)
-        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    if any(s.penalized for s in rows):
+        x = _penalized(x, rows, history)
     dead = None
     if mask is not None:
         x = x.masked_fill_(~mask, -torch.inf)
+    if mask is not None or any(s.bad_words_ids for s in rows):
         dead = x.amax(-1, keepdim=True) == -torch.inf
     if all(s.temperature == 0 for s in rows):
         p = one_hot_(argmax(x), x)
@@ -118,6 +188,26 @@ def logits_to_probs(
             greedy = _column([s.temperature == 0 for s in rows], p, torch.bool)
             p = torch.where(greedy, torch.zeros_like(p).scatter_(-1, coldest[:, None], 1.0), p)
     return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
+
+
+def _penalized(x: Tensor, rows: Sequence[Sampling], history: History | None) -> Tensor:
+    """Return logits ``x`` with biases and penalties; a new tensor."""
+    seen, counts, bias = history or History()
+    if any(s.biases for s in rows):
+        if bias is None:
+            raise ValueError("logit biases and banned words need the history's biases")
+        x = x + bias
+    if any(s.repetition_penalty != 1 for s in rows):
+        if seen is None:
+            raise ValueError("a repetition penalty needs the tokens seen before")
+        penalty = _column([s.repetition_penalty for s in rows], x)
+        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    if any(s.counts_tokens for s in rows):
+        if counts is None:
+            raise ValueError("presence and frequency penalties need the counts of generated tokens")
+        frequency = _column([s.frequency_penalty for s in rows], x)
+        x = x - frequency * counts - _column([s.presence_penalty for s in rows], x) * (counts > 0)
+    return x
 
 
 def finite(logits: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, V] -> [n, V], [n] bool

@@ -68,7 +68,8 @@ class Request:
         """Refuse a prompt that a target with this context and vocabulary cannot continue.
 
         Raises:
-            ValueError: no room in the context; a token id that the target does not have.
+            ValueError: no room in the context; a token id that the target does not have, in the sampling parameters as
+                well.
         """
         if len(self.tokens) >= context:
             raise ValueError(
@@ -80,6 +81,7 @@ class Request:
                 f"prompt '{self.name}' holds the token id {wrong[0]}, but the target has {vocabulary} tokens, "
                 "from 0: encode the prompt with the target's own tokenizer"
             )
+        self.sampling.check_tokens(vocabulary)
 
 
 def without_name(request: Request, why: str) -> str:

@@ -17,6 +17,7 @@ from spec_lab.constrain.applied import open_mask
 from spec_lab.constrain.protocol import Masks
 from spec_lab.core.draft import Draft
 from spec_lab.core.faults import attributed
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.rows import (
@@ -25,11 +26,9 @@ from spec_lab.decode.rows import (
     logprobs_of,
     probability_of,
     target_probabilities,
-    tokens_before,
-    tokens_of,
     without_token_,
 )
-from spec_lab.decode.sequence import SequenceState, by_row
+from spec_lab.decode.sequence import SequenceState, by_row, text_histories
 from spec_lab.runners.runner import Output
 from spec_lab.verify import Choice, Verdict, choose, greedy_path
 from spec_lab.verify.arrays import Array
@@ -42,7 +41,7 @@ class StepLogits(NamedTuple):
         logits: ``[R, V]`` as the target computed them.
         array: the same memory as an array, where it is the host's; else None.
         samplings: of the requests.
-        seen: ``[R, V]`` the tokens that occurred before, for repetition penalties; None where no request has one.
+        history: of the rows, for penalties, biases and banned words; None where no request has any.
         masks: of a constraint on the target; None for none.
         allowed: ``[R, V]`` the tokens that they allow; None for none.
         logprobs: whether a request asks for log-probabilities.
@@ -51,7 +50,7 @@ class StepLogits(NamedTuple):
     logits: Tensor
     array: np.ndarray | None
     samplings: Sequence[Sampling]
-    seen: Tensor | None
+    history: History | None
     masks: Masks | None
     allowed: Tensor | None
     logprobs: bool
@@ -62,10 +61,10 @@ class StepLogits(NamedTuple):
         rows = draft.shape.rows
         raw = output.logits if draft.computed_only is None else output.logits[:rows]
         samplings = [sequence.request.sampling for sequence in sequences]
-        texts = tokens_of((sequence.tokens for sequence in sequences), samplings, raw.shape[-1], raw.device)
+        histories = text_histories(sequences, samplings, raw.shape[-1], raw.device)
         return StepLogits(
             raw, None if output.array is None else output.array[:rows], samplings,
-            tokens_before(texts, draft.shape, draft.token, np.arange(rows)),
+            None if histories is None else histories.before(draft.shape, draft.token, np.arange(rows)),
             masks, None if masks is None else open_mask(masks, raw.shape[-1], raw.device),
             any(sequence.request.logprobs for sequence in sequences),
         )  # fmt: skip
@@ -166,7 +165,7 @@ class Probabilities(TargetDistribution):
         self.undefined = finite_(logits)
         potential = None if masks is None else masks.potential
         samplings = by_row(rows.samplings, draft.shape.root)
-        self.p = constrained_probs(logits, samplings, rows.seen, rows.allowed, potential, memory)
+        self.p = constrained_probs(logits, samplings, rows.history, rows.allowed, potential, memory)
         self.no_token = None if masks is None else without_token_(self.p, draft, masks)
 
     def _verified(self) -> dict[str, Array]:
@@ -207,7 +206,7 @@ def target_distribution(
         masks: of a constraint on the target; None for none.
     """
     rows = StepLogits.of(sequences, draft, output, masks)
-    plain = masks is None and rows.seen is None and arm.choose is choose
+    plain = masks is None and rows.history is None and arm.choose is choose
     follows = not draft.shape.nodes or (arm.follows_argmax(draft) and not rows.logprobs)
     certain = plain and follows and all(sampling.temperature == 0 for sampling in rows.samplings)
     return (Certain if certain else Probabilities)(arm, draft, rows, [sequence.key for sequence in sequences])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from spec_lab.constrain import Masks
 from spec_lab.constrain.protocol import TokenWeights
 from spec_lab.core.draft import DETERMINISTIC, Draft
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
@@ -42,7 +43,7 @@ def without_token_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
 def constrained_probs(
     logits: Tensor,
     sampling: Sequence[Sampling],
-    seen: Tensor | None,
+    history: History | None,
     allowed: Tensor | None,
     potential: Sequence[TokenWeights | None] | None,
     scratch: Tensor | None = None,
@@ -53,12 +54,12 @@ def constrained_probs(
     is then what is sampled without the constraint.
 
     Args:
-        logits, sampling, seen, scratch: as in ``logits_to_probs``.
+        logits, sampling, history, scratch: as in ``logits_to_probs``.
         allowed: ``[R, V]`` bool, the masks; None without a constraint.
         potential: ``[R]`` as in ``Masks``.
     """
     truncated = potential is not None and any(row_sampling.truncates for row_sampling in sampling)
-    p = logits_to_probs(logits, sampling, seen, None if truncated else allowed, scratch=scratch)
+    p = logits_to_probs(logits, sampling, history, None if truncated else allowed, scratch=scratch)
     if potential is not None:
         condition_(p, potential)
     return p
@@ -158,52 +159,18 @@ def _tokens(draft: Draft, arrays: Arrays) -> Array:  # [M]
 
 
 def at_temperature_1(
-    logits: Tensor, rows: np.ndarray, samplings: Sequence[Sampling], seen: Tensor | None, allowed: Tensor | None
+    logits: Tensor, rows: np.ndarray, samplings: Sequence[Sampling], history: History | None, allowed: Tensor | None
 ) -> Tensor:  # [n, V]
     """Target probabilities of some rows at temperature 1, without top-k, top-p and min-p.
 
     Args:
         logits: ``[R, V]``.
         rows: ``[n]`` of them.
-        samplings: of every row, or one for all: repetition penalties apply.
-        seen, allowed: as in ``logits_to_probs``, ``[R, V]``.
+        samplings: of every row, or one for all: penalties, biases and banned words apply.
+        history, allowed: of every row, as in ``logits_to_probs``.
     """
     (here,) = upload(logits.device, rows)
     chosen = samplings if len(samplings) == 1 else [samplings[row] for row in rows]
     plain = [sampling.untruncated for sampling in chosen]
-    parts = [None if values is None else values[here] for values in (seen, allowed)]
-    return logits_to_probs(logits[here], plain, *parts)
-
-
-def tokens_of(
-    texts: Iterable[Sequence[int]], samplings: Iterable[Sampling], vocabulary: int, device: torch.device
-) -> Tensor | None:  # [B, V] bool
-    """Return which tokens occur in each text; None where no sampling has a repetition penalty."""
-    if all(sampling.repetition_penalty == 1 for sampling in samplings):
-        return None
-    rows = [list(text) for text in texts]
-    seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool)
-    for row, tokens in enumerate(rows):
-        seen[row, tokens] = True
-    return upload(device, seen.numpy())[0]
-
-
-def tokens_before(
-    texts: Tensor | None, shape: Shape, token: Tensor | np.ndarray, rows: np.ndarray
-) -> Tensor | None:  # [n, V] bool
-    """Return which tokens occur before what is sampled at some rows of a forest, for repetition penalties.
-
-    Args:
-        texts: ``[B, V]`` bool, the tokens of each sequence (``tokens_of``); None: the result is None too.
-        shape: the forest.
-        token: the tokens of its nodes, of which those on the paths to ``rows`` are read.
-        rows: ``[n]`` of the forest.
-    """
-    if texts is None:
-        return None
-    lineage = shape.lineage[rows]
-    places, edges = np.nonzero(lineage >= shape.roots)
-    root, row, node = upload(texts.device, shape.root[rows], places, lineage[places, edges] - shape.roots)
-    seen = texts[root]
-    seen[row, (upload(seen.device, token)[0] if isinstance(token, np.ndarray) else token)[node]] = True
-    return seen
+    before = None if history is None else history.at(here)
+    return logits_to_probs(logits[here], plain, before, None if allowed is None else allowed[here])

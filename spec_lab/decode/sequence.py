@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spec_lab.core.clock import Clock
+from spec_lab.core.history import TextHistories
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
@@ -169,6 +170,14 @@ class Batch:
             most if limits.depth is None else min(most, limits.depth)
             for most, limits in zip(room, self.limits, strict=True)
         ]
+
+
+def text_histories(
+    sequences: Iterable[SequenceState], samplings: Sequence[Sampling], vocabulary: int, device: torch.device
+) -> TextHistories | None:
+    """Return the histories of sequences that are sampled by ``samplings``. See ``TextHistories.of``."""
+    texts = [(sequence.tokens, len(sequence.request.tokens)) for sequence in sequences]
+    return TextHistories.of((text for text, _ in texts), (prompt for _, prompt in texts), samplings, vocabulary, device)
 
 
 def by_row(samplings: Sequence[Sampling], tree: np.ndarray) -> list[Sampling]:

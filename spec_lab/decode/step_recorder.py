@@ -46,7 +46,7 @@ class StepRecorder:
                 wanted["predicted"] = self.draft.predict(self.draft)
         if len(self.rows):
             rows, samplings = p.rows, by_row(p.rows.samplings, self.draft.shape.root)
-            plain = at_temperature_1(rows.logits, self.rows, samplings, rows.seen, rows.allowed)
+            plain = at_temperature_1(rows.logits, self.rows, samplings, rows.history, rows.allowed)
             numbers = recorded_numbers(self.rows, self.draft, plain, self.record.top)
             wanted |= {f"recorded_{name}": number for name, number in numbers.items()}
         return wanted

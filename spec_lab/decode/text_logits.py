@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
+from spec_lab.core.history import History, TextHistories
 from spec_lab.core.probabilities import finite_, logits_to_probs
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, chain
-from spec_lab.decode.rows import tokens_of
 from spec_lab.models.target import Target
 from spec_lab.runners.runner import KVSequence
 
@@ -29,13 +29,13 @@ class TextLogits(NamedTuple):
     Args:
         numbers: ``[n]`` which texts.
         logits: ``[n, V]`` float64, of the model.
-        seen: ``[n, V]`` bool, the tokens of prompt and text; None where the sampling has no repetition penalty.
+        history: of the texts; None where the sampling has no penalties, biases or banned words.
         request: whose sampling parameters apply.
     """
 
     numbers: np.ndarray
     logits: Tensor
-    seen: Tensor | None
+    history: History | None
     request: Request
 
     def log_probabilities(self, mask: np.ndarray | None = None) -> np.ndarray:  # [n, V]
@@ -45,7 +45,7 @@ class TextLogits(NamedTuple):
             mask: ``[n, V]`` bool, tokens that a constraint allows; None allows all.
         """
         allowed = None if mask is None else torch.from_numpy(mask).to(self.logits.device)
-        p = logits_to_probs(self.logits, [self.request.sampling], self.seen, allowed)
+        p = logits_to_probs(self.logits, [self.request.sampling], self.history, allowed)
         return p.log().cpu().numpy()
 
 
@@ -82,9 +82,9 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
             kv.close()
         if broken is not None and bool(broken.any()):
             raise ValueError(f"request '{request.name}': the target's logits are NaN or infinite")
-        whole = ([*request.tokens, *text] for text in chosen)
-        seen = tokens_of(whole, [request.sampling], logits.shape[-1], logits.device)
-        yield TextLogits(numbers, logits, seen, request)
+        whole, prompts = ([*request.tokens, *text] for text in chosen), [len(request.tokens)] * len(chosen)
+        histories = TextHistories.of(whole, prompts, [request.sampling], logits.shape[-1], logits.device)
+        yield TextLogits(numbers, logits, None if histories is None else histories.here(), request)
     lm.clock.take()
 
 

@@ -31,7 +31,7 @@ class DeviceLevels:
         drawn: "iid", "without_replacement" or "deterministic".
         batch: the sequences.
         shape: the forest.
-        samplings: ``[B]`` how the drafter samples; without repetition penalties.
+        samplings: ``[B]`` how the drafter samples; without penalties, biases and banned words.
 
     Attributes:
         arrays: what ``grow`` reads on the device, to be uploaded with the drafter's own.
@@ -57,7 +57,7 @@ class DeviceLevels:
     def fits(drawn: Drawn, batch: Batch, branches: bool, samplings: Sequence[Sampling]) -> bool:
         """Whether nothing depends on a token: no constraint, no rule that stops drafts, no number of siblings."""
         chains = drawn == "deterministic" or (drawn in ("iid", "without_replacement") and not branches)
-        plain = all(sampling.repetition_penalty == 1 for sampling in samplings)
+        plain = not any(sampling.penalized for sampling in samplings)
         return chains and plain and batch.draft_masks is None and isinstance(batch.draws, CounterDraws)
 
     def _keys(self, nodes: np.ndarray) -> list[Key]:

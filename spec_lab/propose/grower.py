@@ -25,8 +25,7 @@ from spec_lab.core.probabilities import (
 from spec_lab.core.randomness import Key, Purpose, upload_keys
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
-from spec_lab.decode.rows import tokens_before, tokens_of
-from spec_lab.decode.sequence import Batch, by_row
+from spec_lab.decode.sequence import Batch, by_row, text_histories
 from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.siblings import allow_, how_many, sample_siblings
 from spec_lab.propose.stop_rules import Stop
@@ -90,8 +89,7 @@ class Grower(ABC):
         self.q: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
-        texts = (sequence.tokens for sequence in batch.sequences)
-        self.texts = tokens_of(texts, samplings, batch.target.vocabulary, batch.device)
+        self.histories = text_histories(batch.sequences, samplings, batch.target.vocabulary, batch.device)
 
     @abstractmethod
     def choose(self) -> tuple[np.ndarray, np.ndarray | None]:
@@ -202,8 +200,12 @@ class Grower(ABC):
         scores, without = finite(logits.to(probs_dtype(logits.dtype)))
         if without is not None:
             ask["without"] = without
+        history = None if self.histories is None else self.histories.before(self.shape, self.token, rows)
         if scores is logits and (allowed is not None or not self._keeps_logits):
             scores = logits.clone()  # it is written to
+        if history is not None and history.bias is not None:  # banned words can leave nothing of what is allowed
+            scores, history = scores + history.bias, history._replace(bias=torch.zeros_like(history.bias))
+            allowed = np.ones(scores.shape, dtype=bool) if allowed is None else allowed
         if allowed is not None:
             ask["possible"] = allow_(scores, allowed)
         probs = None if self.stop is None else scores.softmax(-1)
@@ -214,8 +216,7 @@ class Grower(ABC):
         if not self._keeps_logits:
             plain = self.greedy  # ranked as penalised logits are, none of them truncated to zero
             samplings = [sampling.untruncated for sampling in self.samplings] if plain else self.samplings
-            seen = tokens_before(self.texts, self.shape, self.token, rows)
-            scores = logits_to_probs(scores, by_row(samplings, self.shape.root[rows]), seen, scratch=scores)
+            scores = logits_to_probs(scores, by_row(samplings, self.shape.root[rows]), history, scratch=scores)
         if not self.greedy:
             self.q.append(scores)
             if width > 1:
@@ -238,7 +239,7 @@ class Grower(ABC):
     @property
     def _keeps_logits(self) -> bool:
         """Whether tokens are ranked by their logits, so that nobody needs probabilities."""
-        return self.greedy and self.texts is None and not self.scored
+        return self.greedy and self.histories is None and not self.scored
 
     def _race(self, q: Tensor, rows: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""

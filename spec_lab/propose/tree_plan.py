@@ -240,7 +240,7 @@ class TreePlan:
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the drafter samples for a request."""
-        request = request if self.penalized else replace(request, repetition_penalty=1.0)
+        request = request if self.penalized else request.without_penalties
         return request if self.temperature is None else replace(request, temperature=self.temperature)
 
     def stop(self, batch: Batch) -> Stop | None:

@@ -75,14 +75,15 @@ def target(trees: RecordedTrees, sampling: Sampling | None = None) -> Reduced:
 
     Args:
         trees: the recorded trees; their p is at temperature 1.
-        sampling: None for the recorded run's. A repetition penalty must be the recorded one: it is applied already.
+        sampling: None for the recorded run's. Penalties, biases and banned words must be the recorded ones: they are
+            applied already.
 
     Raises:
         NeedsModel: the recorded tokens do not settle what is sampled.
     """
     sampling = trees.sampling if sampling is None else sampling
-    if sampling.repetition_penalty != trees.sampling.repetition_penalty:
-        raise NeedsModel("another repetition penalty than the recorded one needs the logits of the whole vocabulary")
+    if sampling.untruncated != trees.sampling.untruncated:
+        raise NeedsModel("other penalties, logit biases or banned words than the recorded ones need all logits")
     p_rest, max_p = trees.rest[:, 0], trees.rest[:, 2]
     if sampling.temperature == 0:
         if (trees.p.max(1) < max_p).any():

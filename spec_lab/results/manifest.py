@@ -71,7 +71,7 @@ SHAPE = {
     "?began": str,
     "?target": {"?quantization": (None, {}), "?dtype": str},
     "?roofline": (None, roofline.SHAPE),
-    "?sampling": {str: (float, None)},
+    "?sampling": {"?temperature": (float, None)},
     "?chat": (None, {}),
     "?prompt_tokens_sha256": (str, None),
 }

@@ -219,8 +219,8 @@ REPLAY = {
     "ids": (_BYTES, "recorded tokens, 3 bytes each, lowest first: those of largest max(p, q); empty: all, in order"),
     "p": (
         _BYTES,
-        "their target probabilities below this row, float32: at temperature 1, after the repetition penalty, before "
-        "top-k, top-p and min-p",
+        "their target probabilities below this row, float32: at temperature 1, after penalties, biases and "
+        "banned words, before top-k, top-p and min-p",
     ),
     "q": (_BYTES, "their draft probabilities as they were drawn from, float32; empty where nothing was drawn from a q"),
     "p_rest": (pa.float32(), "target probability of all other tokens"),

@@ -321,7 +321,7 @@ def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> di
     Rounding changes the arg max only where it is small.
     """
     margins: dict[str, Any] = {}
-    if lab.sampling.temperature == 0 and lab.sampling.repetition_penalty == 1:
+    if lab.sampling.temperature == 0 and not lab.sampling.penalized:
         lab.target.lm.capture(())
         prompts = {request.id: request.tokens for request in requests}
         firsts = tables.requests[tables.requests["request"].isin(prompts)]

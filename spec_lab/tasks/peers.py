@@ -67,6 +67,9 @@ class Generate:
         options: further fields of the generation config.
         assistant: a draft model with its own generation config; None for none.
         sha256: of the assistant's weights; empty for one from the hub. Without an assistant the attribute is None.
+
+    Raises:
+        ValueError: ``sampling`` sets penalties other than the repetition penalty, biases or banned words.
     """
 
     def __init__(
@@ -78,6 +81,11 @@ class Generate:
         assistant: Any = None,
         sha256: str = "",
     ) -> None:
+        if sampling.counts_tokens or sampling.biases:
+            raise ValueError(
+                "arms of transformers' generate support no presence_penalty, frequency_penalty, logit_bias or "
+                "bad_words_ids: leave them out, or the arms"
+            )
         self.target, self.sampling, self.seed = target, sampling, seed
         self.options, self.assistant = dict(options or {}), assistant
         self.sha256 = None if assistant is None else sha256
@@ -209,10 +217,10 @@ class Bare:
     """
 
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
-        if sampling.truncates or sampling.repetition_penalty != 1:
+        if sampling.truncates or sampling.penalized:
             raise ValueError(
-                "the bare loop supports sampling.temperature only, not top_k, top_p, min_p or repetition_penalty: "
-                "leave it out with '~peers.bare'"
+                "the bare loop supports sampling.temperature only, not top_k, top_p, min_p, penalties, logit_bias or "
+                "bad_words_ids: leave it out with '~peers.bare'"
             )
         self.target, self.temperature, self.seed = target, sampling.temperature, seed
         self.model = as_transformers_runs_it(target)

@@ -102,9 +102,10 @@ class LlamaGenerate:
         tokens: int = 0,
         sha256: str | None = None,
     ) -> None:
-        if sampling.repetition_penalty != 1:
+        if sampling.penalized:
             raise ValueError(
-                "llama.cpp penalises the last 64 tokens only: set sampling.repetition_penalty=1, or leave its arms out"
+                "llama.cpp penalises the last 64 tokens only, and its arms read no logit_bias or bad_words_ids: set "
+                "sampling.repetition_penalty=1 and leave out the other penalties and biases, or leave its arms out"
             )
         if sampling.truncates and sampling.temperature not in (0, 1):
             raise ValueError(
@@ -224,10 +225,10 @@ class LlamaLoop:
     """
 
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
-        if sampling.truncates or sampling.repetition_penalty != 1:
+        if sampling.truncates or sampling.penalized:
             raise ValueError(
-                "llama.cpp's bare loop supports sampling.temperature only, not top_k, top_p, min_p or "
-                "repetition_penalty: leave its arm out"
+                "llama.cpp's bare loop supports sampling.temperature only, not top_k, top_p, min_p, penalties, "
+                "logit_bias or bad_words_ids: leave its arm out"
             )
         self.target, self.temperature, self.seed = target, sampling.temperature, seed
         require_llama_cpp(target)

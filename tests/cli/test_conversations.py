@@ -16,6 +16,10 @@ from spec_lab.text.prompts import Prompt
 from tests import checkpoints
 
 TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+NO_PENALTIES = {
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None,
+    "bad_words_ids": [],
+}  # fmt: skip
 ANSWERS = {"do_sample": True, "temperature": 0.5, "top_k": 9, "eos_token_id": 3}
 
 
@@ -48,7 +52,7 @@ def test_a_dataset_by_name_with_the_checkpoints_template_and_sampling(quick_cli,
     code, _, errors = quick_cli("prompts=mt_bench", "sampling=checkpoint", "sampling.top_k=5", *options(folder))
     assert code == 0, errors
     facts = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert facts["sampling"] == {"temperature": 0.5, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert facts["sampling"] == {"temperature": 0.5, "top_k": 5, "top_p": 1.0, "min_p": 0.0, **NO_PENALTIES}
     assert facts["chat"]["template"] == "checkpoint" and facts["chat"]["turns"] == 2
     table = metrics.load(tmp_path / "out").requests
     assert set(table["prompt"][table["turn"] == 1]) == {f"user: say {word}\nassistant:" for word in "ab"}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from spec_lab.core import randomness
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, argmax, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 
@@ -70,7 +71,7 @@ def test_min_p_keeps_what_has_its_share_of_the_likeliest():
 def test_a_repetition_penalty_lowers_tokens_of_the_history():
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.0]], dtype=torch.float64)
     seen = torch.tensor([[True, True, False, True]])
-    got = logits_to_probs(logits, [Sampling(temperature=1.0, repetition_penalty=2.0)], seen=seen)
+    got = logits_to_probs(logits, [Sampling(temperature=1.0, repetition_penalty=2.0)], History(seen))
     torch.testing.assert_close(got, torch.tensor([[1.0, -2.0, 0.5, 0.0]], dtype=torch.float64).softmax(-1))
 
 
@@ -104,7 +105,7 @@ def test_equals_transformers_processors_in_its_order(seed, temperature, top_k, t
     wanted = processors(history, logits.clone()).softmax(-1)
     seen = torch.zeros(2, 40, dtype=torch.bool).scatter_(1, history, True)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
-    torch.testing.assert_close(logits_to_probs(logits, [sampling], seen=seen), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(logits_to_probs(logits, [sampling], History(seen)), wanted, rtol=1e-9, atol=1e-12)
 
 
 # Rows of all kinds together
@@ -202,7 +203,7 @@ def test_probabilities_of_plausible_logits_are_never_nan(dtype, temperature, pen
     logits = torch.tensor([[most, -most, 0.0, 1.0], [-most, -most, -torch.inf, -most], [0.0, 1e-30, 1.0, -1.0]])
     seen, mask = torch.tensor([True, False, True, False]).expand(3, 4), torch.tensor([True, True, False, True])
     sampling = [Sampling(temperature, repetition_penalty=penalty, **kept)]
-    got = logits_to_probs(logits.to(dtype), sampling, seen, mask.expand(3, 4))
+    got = logits_to_probs(logits.to(dtype), sampling, History(seen), mask.expand(3, 4))
     torch.testing.assert_close(got.sum(-1), torch.ones(3, dtype=dtype))
     assert (got >= 0).all() and (got[:, 2] == 0).all()
 

@@ -1,39 +1,28 @@
 """Numbers of a forest's rows: token history, and the recorded probabilities of drafted tokens."""
 
-import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.core.shape import chain, forest
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.recording import Recording
-from spec_lab.decode.rows import tokens_before, tokens_of
 from spec_lab.propose import Null
 from spec_lab.verify import Token
 from tests.decode.foretold import NEW, Foretold
 from tests.propose.lab import WARM, decode, draft_model, emitted, path_tokens, plain_probabilities, requests
 
 
-def test_a_repetition_penalty_sees_each_path_s_own_history(target):
-    penalised = Sampling(repetition_penalty=1.7)
+@pytest.mark.parametrize("penalised", [
+    Sampling(repetition_penalty=1.7), Sampling(presence_penalty=1.0, frequency_penalty=0.5),
+    Sampling(logit_bias={3: 4.0}, bad_words_ids=[[4], [3, 3], [9, 3, 5]]),
+])  # fmt: skip
+def test_a_penalty_sees_each_path_s_own_history(target, penalised):
     told = emitted(decode(target, Null(), requests(penalised))[0])
     group, steps = decode(target, Foretold(told), requests(penalised))
     assert emitted(group) == told
     assert len(steps) < NEW - 4
-
-
-def test_history_holds_prompt_and_path(target):
-    penalised = [Sampling(), Sampling(repetition_penalty=1.7)]
-    texts = tokens_of([[1, 2], [3]], penalised, target.vocabulary, target.lm.device)
-    assert tokens_of([[1, 2], [3]], penalised[:1], target.vocabulary, target.lm.device) is None
-    draft = Draft(forest((chain(2), chain(1))), torch.tensor([7, 8, 9]))
-    seen = tokens_before(texts, draft.shape, draft.token, np.arange(5))
-    assert [set(np.flatnonzero(row).tolist()) for row in seen] == [{1, 2}, {3}, {1, 2, 7}, {1, 2, 7, 8}, {3, 9}]
-    assert torch.equal(tokens_before(texts, draft.shape, draft.token, np.array([4, 2])), seen[[4, 2]])
 
 
 @pytest.mark.parametrize("drawn", ["without_replacement", "deterministic"])

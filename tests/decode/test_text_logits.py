@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.request import Request
 from spec_lab.decode.text_logits import text_logits
@@ -85,7 +86,7 @@ def test_under_a_mask_probabilities_are_renormalised(target):
         seen = torch.zeros(1, VOCABULARY, dtype=torch.bool)
         seen[0, tokens] = True
         logits = plain_logits(target.lm.model, tokens)[None]
-        p = logits_to_probs(logits, [WARPED], seen, torch.from_numpy(mask[number : number + 1]))[0]
+        p = logits_to_probs(logits, [WARPED], History(seen), torch.from_numpy(mask[number : number + 1]))[0]
         assert np.exp(row) == pytest.approx(p.numpy(), abs=1e-9)
         assert float(p.sum()) == pytest.approx(float(number != 3))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import spec_lab.decode.rows
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Arm
@@ -43,7 +44,7 @@ def next_probabilities(target, tokens, sampling):
         logits = target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
     seen = torch.zeros(1, V, dtype=torch.bool)
     seen[0, tokens] = True
-    return logits_to_probs(logits.clone(), [sampling], seen)[0].numpy()
+    return logits_to_probs(logits.clone(), [sampling], History(seen))[0].numpy()
 
 
 def truth(target, sampling, stop=frozenset()):
@@ -136,7 +137,7 @@ def test_a_stop_token_ends_the_text_and_keeps_its_distribution(target, draft, tr
 def test_a_loop_that_omits_the_warps_is_detected(target, draft, monkeypatch):
     right = spec_lab.decode.rows.logits_to_probs
 
-    def bare(logits, samplings, seen=None, mask=None, **more):
+    def bare(logits, samplings, history=None, mask=None, **more):
         return right(logits, [Sampling(s.temperature) for s in samplings], None, mask, **more)
 
     monkeypatch.setattr(spec_lab.decode.rows, "logits_to_probs", bare)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.arm import Arm
@@ -97,7 +98,7 @@ def stated(pair, proposer, text, path, sampling):
     logits = oracle.logits(draft.model, read + [every[token] for token in path], every, target.vocabulary)
     seen = torch.zeros(1, target.vocabulary, dtype=torch.bool)
     seen[0, [*text, *path]] = True
-    return logits_to_probs(logits[None], [sampling], seen)[0]
+    return logits_to_probs(logits[None], [sampling], History(seen))[0]
 
 
 def compare(pair, proposer, draft, before, sampling):

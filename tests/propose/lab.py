@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
@@ -69,7 +70,7 @@ def plain_probabilities(model, tokens, sampling):
     logits = plain_logits(model, tokens)[None]
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     seen[0, tokens] = True
-    return logits_to_probs(logits, [sampling], seen)[0]
+    return logits_to_probs(logits, [sampling], History(seen))[0]
 
 
 def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm=None, **changes):

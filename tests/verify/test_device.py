@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core import shape as shape_module
 from spec_lab.core.draft import WAYS, Draft
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
@@ -148,7 +149,7 @@ def test_target_probabilities_are_computed_without_reading_anything_back(samplin
     logits = torch.empty(8, 50, device="meta")
     seen = torch.empty(8, 50, dtype=torch.bool, device="meta")
     memory = torch.empty(9, 50, device="meta") if scratch else None
-    p = logits_to_probs(logits, samplings, seen, seen if masked else None, scratch=memory)
+    p = logits_to_probs(logits, samplings, History(seen), seen if masked else None, scratch=memory)
     assert p.shape == (8, 50) and p.device.type == "meta"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spec_lab.analysis import metrics
 from spec_lab.core.draft import Draft
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.core.shape import Shape, chain, forest, tree
@@ -348,7 +349,7 @@ def test_minus_infinities_leave_the_distribution_of_the_rest(sampling, dtype, al
     where = torch.randperm(60, generator=generator)[:alive].sort().values
     logits = torch.full((4, 60), -torch.inf, dtype=dtype)
     logits[:, where] = some
-    got, wanted = logits_to_probs(logits, [sampling], seen), logits_to_probs(some, [sampling], seen[:, where])
+    got, wanted = (logits_to_probs(x, [sampling], History(s)) for x, s in ((logits, seen), (some, seen[:, where])))
     torch.testing.assert_close(got[:, where], wanted, rtol=1e-5, atol=1e-7)
     assert got.isfinite().all() and (got.sum(-1) - 1).abs().max() < 1e-6
     got[:, where] = 0.0
@@ -360,7 +361,7 @@ def test_a_mask_that_allows_only_tokens_without_mass_leaves_a_dead_row(sampling)
     """None of them illegal, as the arg max of an empty row would be."""
     logits = torch.tensor([[1.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf]])
     mask = torch.tensor([[False, True, True], [False, True, True]])
-    got = logits_to_probs(logits, [sampling], seen=torch.zeros(2, 3, dtype=torch.bool), mask=mask)
+    got = logits_to_probs(logits, [sampling], History(torch.zeros(2, 3, dtype=torch.bool)), mask=mask)
     assert got.tolist() == [[0, 0, 0], [0, 1, 0]]
 
 

@@ -20,7 +20,7 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     """
     config, machine, versions = manifest["config"], manifest.get("machine", {}), manifest.get("versions", {})
     sampling = manifest.get("sampling") or config.get("sampling") or {}
-    sampling = {key: value for key, value in sampling.items() if key[0] != "_"}
+    sampling = {key: value for key, value in sampling.items() if key[0] != "_" and value not in (None, [])}
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]

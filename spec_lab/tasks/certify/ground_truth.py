@@ -11,6 +11,7 @@ import torch
 
 from spec_lab.constrain import Constraint, ConstraintState, Continuation
 from spec_lab.constrain.protocol import allows, unpack
+from spec_lab.core.history import TextHistories
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.request import Request
 from spec_lab.tasks.certify.instances import PLAIN, Instance
@@ -136,6 +137,6 @@ class _Autoregressive:
         mask = None if live.state is None else live.state.mask()
         allowed = None if mask is None else torch.from_numpy(unpack(mask, self.v))[None]
         row = torch.from_numpy(self.tables[len(live.text)][code(live.text, self.v)])[None]
-        seen = torch.zeros(1, self.v, dtype=torch.bool)
-        seen[0, [*self.request.tokens, *live.text]] = True
-        return logits_to_probs(row, [self.request.sampling], seen, allowed)[0].numpy()
+        prompt, sampling = self.request.tokens, [self.request.sampling]
+        histories = TextHistories.of([[*prompt, *live.text]], [len(prompt)], sampling, self.v, row.device)
+        return logits_to_probs(row, sampling, None if histories is None else histories.here(), allowed)[0].numpy()

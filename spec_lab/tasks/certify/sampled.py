@@ -19,6 +19,7 @@ from torch import Tensor
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.protocol import TokenWeights, full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.history import TextHistories
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.core.request import Request
@@ -213,10 +214,8 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
     """Return p for each emitted token, by one forward over the whole text, ``[n, V]`` float64."""
     first = len(live.request.tokens)
     logits = target.plain_logits(live.tokens[:-1], first)
-    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    seen[:, list(live.request.tokens)] = True
-    for row, token in enumerate(live.emitted[:-1], start=1):
-        seen[row:, token] = True
+    texts, sampling = [live.tokens[: first + row] for row in range(len(logits))], [live.request.sampling]
+    histories = TextHistories.of(texts, [first] * len(texts), sampling, logits.shape[-1], logits.device)
     mask: Tensor | None = None
     potential: list[TokenWeights | None] = []
     if applied is not None and applied.on_target:
@@ -229,7 +228,7 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
     allowed = None if any(weights is not None for weights in potential) else mask
-    p = logits_to_probs(logits, [live.request.sampling], seen, allowed)
+    p = logits_to_probs(logits, sampling, None if histories is None else histories.here(), allowed)
     condition_(p, potential)
     return p.double().cpu()
 

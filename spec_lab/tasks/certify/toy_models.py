@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spec_lab.core.history import TextHistories
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.models.target import Target
 from spec_lab.runners.attention import Pack, cell_attention
@@ -122,11 +123,10 @@ def warped(toy: ToyModel, lengths: int, sampling: Sampling, prompt: Sequence[int
     distributions = []
     for length in range(lengths + 1):
         raw = torch.from_numpy(logits(toy.probabilities(length)[0]))
-        seen = torch.zeros(raw.shape, dtype=torch.bool)
-        seen[:, list(prompt)] = True
-        for number in range(len(raw)):
-            seen[number, list(text_of(number, length, toy.v))] = True
-        distributions.append(logits_to_probs(raw, [sampling], seen).numpy())
+        texts = [[*prompt, *text_of(number, length, toy.v)] for number in range(len(raw))]
+        histories = TextHistories.of(texts, [len(prompt)] * len(texts), [sampling], toy.v, raw.device)
+        history = None if histories is None else histories.here()
+        distributions.append(logits_to_probs(raw, [sampling], history).numpy())
     return distributions
 
 

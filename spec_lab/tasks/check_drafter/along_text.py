@@ -27,12 +27,13 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft
 from spec_lab.core.faults import attributed
+from spec_lab.core.history import TextHistories
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, chain, forest
 from spec_lab.decode.proposer import Observation, Proposer
-from spec_lab.decode.rows import constrained_probs, tokens_of
+from spec_lab.decode.rows import constrained_probs
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.text_logits import compute_text
 from spec_lab.models.target import Target
@@ -279,9 +280,11 @@ class AlongText:
     def _distributions(self, texts: Sequence[_DraftedText], row: int, *logits: tuple[Tensor, Sampling]) -> list[Tensor]:
         """Return distributions ``[n, V]`` of logits before token ``row`` of the answers, none of temperature 0."""
         before = [text.answer.tokens[: text.first + row] for text in texts]
-        seen = tokens_of(before, [self.sampling], self.target.vocabulary, logits[0][0].device)
+        prompts, device = [text.first for text in texts], logits[0][0].device
+        histories = TextHistories.of(before, prompts, [self.sampling], self.target.vocabulary, device)
+        history = None if histories is None else histories.here()
         return [
-            constrained_probs(values, [replace(sampling, temperature=sampling.temperature or 1.0)], seen, None, None)
+            constrained_probs(values, [replace(sampling, temperature=sampling.temperature or 1.0)], history, None, None)
             for values, sampling in logits
         ]
 

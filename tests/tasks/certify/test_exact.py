@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf
+from spec_lab.core.history import TextHistories
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Purpose
 from spec_lab.core.request import Request
@@ -373,9 +374,20 @@ def test_the_instances_cover_what_small_instances_miss():
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5)])
+@pytest.mark.parametrize("sampling", [
+    Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5),
+    Sampling(1.2, presence_penalty=0.7, frequency_penalty=0.4), Sampling(1.0, logit_bias={1: -1.5, 2: 1.0}),
+    Sampling(0.8, repetition_penalty=1.3, frequency_penalty=0.9, logit_bias={0: 1.0}, bad_words_ids=[[3], [1, 2]]),
+])  # fmt: skip
 def test_the_run_s_own_sampling_is_enumerated(sampling):
     require_exact(prove(draft_model(), Token(), LOOPS[:2], sampling))
+
+
+def test_penalties_that_do_not_count_the_path_are_found(monkeypatch):
+    """A count of the committed text alone is right at roots and after rejections, and wrong below a drafted token."""
+    sampling = Sampling(1.0, frequency_penalty=1.5)
+    monkeypatch.setattr(TextHistories, "before", lambda self, shape, token, rows: self.ends.at(shape.root[rows]))
+    assert examine(Instance(FEW, "1x1", tokens=2), draft_model("1x1", "iid"), Token(), sampling).wrong is not None
 
 
 def test_a_chain_of_sampled_tokens_is_enumerated_at_temperature_0_where_the_toy_s_tree_branches():

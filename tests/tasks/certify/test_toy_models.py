@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, empty
+from spec_lab.core.history import History
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.shape import Shape, chain, forest, tree
 from spec_lab.tasks.certify.toy_models import IMPOSSIBLE, PROMPT, RandomToy, code, logits, table_models, text_of, warped
@@ -175,5 +176,5 @@ def test_warped_counts_each_text_s_own_tokens(sampling):
             seen[0, [*prompt, *text_of(number, length, TOY.v)]] = True
             raw = torch.from_numpy(logits(TOY.probabilities(length)[0]))[number][None]
             np.testing.assert_allclose(
-                probabilities[length][number], logits_to_probs(raw, [sampling], seen)[0].numpy(), atol=1e-15
+                probabilities[length][number], logits_to_probs(raw, [sampling], History(seen))[0].numpy(), atol=1e-15
             )
