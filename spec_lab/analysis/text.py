@@ -135,11 +135,17 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     """Return whether an arm preserves the target distribution, in a word or two, and why; nothing where unknown.
 
     Args:
-        arm: its ``lossless``, ``certified``, ``certificate`` and ``verifier`` in ``summary.json``; each may be missing.
+        arm: its ``lossless``, ``invalid_text``, ``certified``, ``certificate`` and ``verifier`` in ``summary.json``;
+            each may be missing.
     """
     lossless, certified, certificate = arm.get("lossless"), arm.get("certified"), arm.get("certificate") or {}
     if lossless is None or lossless != lossless:
         return "", ""
+    if arm.get("invalid_text"):
+        return "INVALID TEXT", (
+            f"verifier '{arm.get('verifier')}' accepts drafted tokens whatever their probability: the text is not the "
+            "model's, and only times and counts of tokens mean anything"
+        )
     if not lossless:
         tv, size = certificate.get("worst_tv"), certificate.get("instances")
         worst = f"{size} toy models ({certificate.get('worst_instance')})"
@@ -154,7 +160,7 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     return "not certified", why
 
 
-BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
+BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "INVALID TEXT": "bad", "not certified": "plain"}
 """CSS classes of the words of ``losslessness``."""
 
 

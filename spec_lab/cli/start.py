@@ -154,6 +154,8 @@ def _prepare(
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker, metrics = build(config, "prompts"), build(config, "tracker"), own_metrics(config)
     check_drawing(config, verifier)
+    if verifier.invalid_text:
+        LOG.warning("verifier=%s accepts any drafted token: every text of this run is INVALID", verifier.name)
     begun = config if settings.overwrite else with_trees(config, begun_trees(out, shown, identity))
     dtype = None if settings.overwrite else begun_dtype(out, shown, identity)
     if dtype is not None and OmegaConf.select(config, "target.dtype") == "auto":

@@ -58,7 +58,7 @@ class _Words:
     @staticmethod
     def of(texts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> _Words | None:
         """Return the words that some request bans; None without any."""
-        words = sorted({word for sampling in set(samplings) for word in sampling.bad_words_ids if len(word) > 1})
+        words = sorted({tuple(word) for sampling in samplings for word in sampling.bad_words_ids if len(word) > 1})
         if not words:
             return None
         width = max(map(len, words)) - 1
@@ -172,5 +172,5 @@ def _places(tokens: Sequence[Iterable[int]], device: torch.device) -> tuple[Tens
     rows = [list(row) for row in tokens]
     row = np.repeat(np.arange(len(rows)), [len(some) for some in rows])
     token = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
-    row, token = upload(device, row, token)
-    return row, token
+    on_device = upload(device, row, token)
+    return on_device[0], on_device[1]

@@ -114,6 +114,10 @@ class Arm:
             check_declared(self.applied.constraint, constraint_declared)
         check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, self.proposer.draws, self.verifier, self.proposer.branches)
+        if self.applied is not None and self.applied.on_target and self.verifier.invalid_text:
+            raise ValueError(
+                f"verifier '{self.verifier.name}' accepts tokens that a constraint does not allow: set constraint=none"
+            )
         if self.prefix_cache is not None:
             check_prefix_cache(self.proposer, self.target)
         if self.applied is not None and self.applied.constraint.vocabulary != self.target.vocabulary:

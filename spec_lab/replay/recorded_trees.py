@@ -25,7 +25,21 @@ from spec_lab.results import run_state, study, sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.schema import REPLAY
 from spec_lab.results.writer import load, load_replay
-from spec_lab.verify import Cascade, Gumbel, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical, Verifier
+from spec_lab.verify import (
+    Cascade,
+    Diversed,
+    FLy,
+    Gumbel,
+    KSeq,
+    Lenient,
+    Match,
+    Relaxed,
+    Synthetic,
+    Token,
+    Traversal,
+    Typical,
+    Verifier,
+)
 
 BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
 """Proposers whose q follows from the text before a token alone, wherever the step began: a draft model's."""
@@ -39,7 +53,9 @@ VERIFIERS: Mapping[str, Callable[..., Verifier]] = {
 }  # fmt: skip
 """The verifiers by the names of ``conf/verifier``; ``gumbel`` reads noise, which is not recorded."""
 
-MAKERS: Mapping[str, Callable[..., Verifier]] = {**VERIFIERS, "gumbel": Gumbel}
+MAKERS: Mapping[str, Callable[..., Verifier]] = {
+    **VERIFIERS, "gumbel": Gumbel, "diversed": Diversed, "fly": FLy, "synthetic": Synthetic,
+}  # fmt: skip
 KNOWN = {f"spec_lab.verify.{make.__name__}": name for name, make in MAKERS.items()}
 """The names of verifiers of which it is known whether they are lossless, by ``_target_``."""
 

@@ -346,6 +346,7 @@ def _named(lab: Lab, main: GroupDecoder) -> dict[str, Any]:
     if isinstance(main, Loop):
         verifier = main.verifier
         named |= {"proposer": main.proposer.name, "verifier": verifier.name, "lossless": verifier.lossless}
+        named |= {"invalid_text": True} if verifier.invalid_text else {}
     return named
 
 
@@ -360,6 +361,7 @@ def _parts(arm: GroupDecoder, made_of: Sequence[Any], known: dict[tuple[Any, ...
     if not isinstance(arm, Loop):
         return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
     parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
+    parts |= {"invalid_text": True} if arm.verifier.invalid_text else {}
     constrained = None if arm.applied is None else arm.applied.distribution
     proposer = type(arm.proposer), arm.proposer.name, arm.proposer.drawn, arm.proposer.nodes
     pair = (*proposer, type(arm.verifier), repr(arm.verifier), constrained)

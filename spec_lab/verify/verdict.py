@@ -71,6 +71,7 @@ DECLARED = {
     "name": TEXT,
     "accepts": SOME_WAYS,
     "lossless": FLAG,
+    "invalid_text": FLAG,
     "accepts_mixed": FLAG,
     "chains_only": FLAG,
     "follows_argmax": FLAG,
@@ -91,6 +92,11 @@ class Verifier(Part):
     @abstractmethod
     def lossless(self) -> bool:
         """Whether the output has the target's distribution."""
+
+    @default
+    def invalid_text(self) -> bool:
+        """Whether tokens are accepted whatever their probability, so that only times and counts mean anything."""
+        return False
 
     @default
     def accepts_mixed(self) -> bool:

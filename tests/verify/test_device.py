@@ -23,6 +23,7 @@ from spec_lab.core.upload import upload
 from spec_lab.verify import (
     Cascade,
     Choice,
+    Diversed,
     Gumbel,
     KSeq,
     Lenient,
@@ -39,7 +40,7 @@ from tests.verify.test_twins import drafts
 
 VERIFIERS = [
     Token(), Traversal(), Match(), Lenient(0.7), KSeq(), Gumbel(), Typical(0.3, 0.9), Relaxed(2, 0.3),
-    Cascade(0.3, "chow"), Cascade(0.1, "diff"), Cascade(0.5, "opt"),
+    Cascade(0.3, "chow"), Cascade(0.1, "diff"), Cascade(0.5, "opt"), Diversed(0.4),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("verifier", VERIFIERS, ids=[f"{v.name} {getattr(v, 'rule', '')}" for v in VERIFIERS])
 

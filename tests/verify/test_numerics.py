@@ -27,6 +27,7 @@ from spec_lab.results.writer import Recorder, load
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import (
     Cascade,
+    Diversed,
     Gumbel,
     KSeq,
     Lenient,
@@ -44,7 +45,7 @@ from tests.verify.test_twins import joint
 
 VERIFIERS = (
     Token(), Traversal(), Match(), KSeq(), Gumbel(), Lenient(0.7), Lenient(1.0), Typical(), Relaxed(),
-    Cascade(rule="chow"), Cascade(rule="diff"), Cascade(rule="opt"),
+    Cascade(rule="chow"), Cascade(rule="diff"), Cascade(rule="opt"), Diversed(),
 )  # fmt: skip
 PAIRS = [(verifier, drawn) for verifier in VERIFIERS for drawn in sorted(verifier.accepts)]
 EACH = pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])

@@ -11,12 +11,14 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.shape import chain, forest, tree
 from spec_lab.verify import (
     Cascade,
+    Diversed,
     Gumbel,
     KSeq,
     Lenient,
     Match,
     Misfit,
     Relaxed,
+    Synthetic,
     Token,
     Traversal,
     Typical,
@@ -84,7 +86,19 @@ def test_a_draft_that_a_verifier_does_not_support_is_refused_by_name():
             check_pair("ngram", draws, Narrow())
 
 
-EVERY = [Token(), Traversal(), Match(), Lenient(0.5), Typical(), Relaxed(), KSeq(), Gumbel(), Cascade()]
+EVERY = [
+    Token(),
+    Traversal(),
+    Match(),
+    Lenient(0.5),
+    Typical(),
+    Relaxed(),
+    KSeq(),
+    Gumbel(),
+    Cascade(),
+    Diversed(0.4),
+    Synthetic(),
+]
 
 
 @pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
@@ -92,7 +106,7 @@ def test_mixtures_of_point_and_sampled_siblings_are_for_some_verifiers_only(veri
     mixed = frozenset({"deterministic", "without_replacement"})
     shape, q, q_row = tree(((0,), (1,))), torch.full((1, 3), 1 / 3), np.array([0, -1, -1])
     draft = Draft(shape, torch.tensor([0, 1]), np.array([0, 2], dtype=np.int8), q, q_row)
-    if verifier.name in ("kseq", "gumbel", "cascade"):
+    if verifier.name in ("kseq", "gumbel", "cascade", "diversed"):
         with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'deterministic', 'without_replacement'"):
             check_pair("union", mixed, verifier)
         with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'deterministic'"):

@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from spec_lab.core.draft import Draft, empty
 from spec_lab.core.shape import chain, forest
 from spec_lab.tasks.certify.enumeration import explore
-from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Token, Traversal, Typical, choose, kseq, longest_path
-from spec_lab.verify import cascade as cascade_module
+from spec_lab.verify import (
+    Cascade,
+    KSeq,
+    Lenient,
+    Relaxed,
+    Token,
+    Traversal,
+    Typical,
+    aimed,
+    choose,
+    kseq,
+    longest_path,
+)
 from spec_lab.verify.kseq import min_rho
 from tests.distributions import twin, twin_zoo
 from tests.verify.test_twins import PAIRS, alone, drafts, joint
@@ -178,7 +189,7 @@ def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier,
     draft, p = data.draw(supported(verifier))
     whole = joint(draft, verifier(draft, p))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kseq, longest_path, cascade_module):
+        for module in (kseq, longest_path, aimed):
             patch.setattr(module, "CHUNK", 2 * p.shape[-1])  # two rows at a time
         np.testing.assert_allclose(joint(draft, verifier(draft, p)), whole, rtol=0, atol=1e-14)
 

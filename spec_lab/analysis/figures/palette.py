@@ -39,13 +39,8 @@ PHASES = {
 }
 """Colour of each phase (``metrics.PHASES``), in stacking order."""
 
-VERIFIERS = dict(
-    zip(
-        ("token", "traversal", "match", "kseq", "gumbel", "lenient", "cascade", "typical", "relaxed"),
-        COLOURS,
-        strict=False,
-    )
-)
+LOSSLESS, LOSSY = "token traversal match kseq gumbel", "lenient cascade typical relaxed diversed fly synthetic"
+VERIFIERS = dict(zip(f"{LOSSLESS} {LOSSY}".split(), COLOURS, strict=True))
 """Fixed colours of the bundled verifiers."""
 
 SHADES = ("#3b3f8f", "#2f6fb0", "#1f8a94", "#2f8f57", "#85801a", "#b8701a", "#c0504a", "#a03a7a")

@@ -32,11 +32,13 @@ class Verification:
         verifier: its name; empty where it is not known.
         lossless: whether it is; None where it is not known.
         temperature: of the requests.
+        invalid_text: whether it accepts tokens whatever their probability.
     """
 
     verifier: str = ""
     lossless: bool | None = None
     temperature: float = 0.0
+    invalid_text: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def token_view(folder: Path, tables: Tables, arms: list[str], how: Mapping[str, 
         Unreadable: the table of tokens is not readable.
     """
     prompts, shown = _prompts(tables, arms)
+    if invalid := [arm for arm in arms if arm in how and how[arm].invalid_text]:
+        shown += f" INVALID TEXT: {', '.join(invalid)}: drafted tokens are accepted whatever their probability."
     texts = load_token_texts(folder) if "draft_tokens" in tables.steps else {}
     data, note = step_data(tables, [prompt["request"] for prompt in prompts], arms, how, texts)
     return TokenView(prompts, shown, note, embedded(data), _unknown_origins(tables.steps))
@@ -96,7 +98,9 @@ def verifications(
         known = state if state.get("verifier") else parts
         lossless = known.get("lossless")
         lossless = True if arm == baseline else lossless if isinstance(lossless, bool) else None
-        outputs[arm] = Verification(str(known.get("verifier") or ""), lossless, temperature)
+        outputs[arm] = Verification(
+            str(known.get("verifier") or ""), lossless, temperature, arm != baseline and bool(known.get("invalid_text"))
+        )
     return outputs
 
 

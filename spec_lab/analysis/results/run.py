@@ -39,6 +39,7 @@ from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Sec
 PARTS = {
     "?metrics": {str: INTERVAL},
     "?proposer": (str, None), "?verifier": (str, None), "?constraint": (str, None), "?lossless": (bool, None),
+    "?invalid_text": (bool, None),
     "?certified": (str, bool, None), "?certificate": (None, {
         "?failure": (str, None), "?missing": [str], "?worst_tv": (float, None), "?worst_instance": (str, None),
         "?instances": int,

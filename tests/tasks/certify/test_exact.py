@@ -515,7 +515,7 @@ def test_lossy_verifiers_have_a_total_variation_and_are_not_certified(name, draw
     proof = prove(drawn, verifier, QUICK)
     assert 0.01 < proof.worst.tv < 1 and proof.failure is not None
     assert grade(proof, verifier.lossless) is None
-    assert (proof.own_target_tv is not None) == (name == "cascade")
+    assert (proof.own_target_tv is not None) == (name in ("cascade", "diversed"))
     assert failed(proof, verifier) is None, "it is declared lossy"
 
 
