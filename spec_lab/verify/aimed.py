@@ -23,7 +23,6 @@ class Aimed(Verifier):
 
     accepts = frozenset({"iid", "without_replacement"})
     accepts_mixed = True
-    lossless = False
 
     @abstractmethod
     def mix(self, p: Tensor, q: Tensor) -> Tensor:

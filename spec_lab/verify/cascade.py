@@ -33,6 +33,7 @@ class Cascade(Aimed):
     rule: Literal["chow", "diff", "opt"] = "opt"
 
     name = "cascade"
+    lossless = False
 
     def __post_init__(self) -> None:
         check_fields(self)
