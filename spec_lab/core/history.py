@@ -1,4 +1,4 @@
-"""What penalties, logit biases and banned words read of the text before a row. Nothing is read back from the device."""
+"""The text before a row, as penalties, logit biases and banned words read it. Nothing is read back from the device."""
 
 from __future__ import annotations
 

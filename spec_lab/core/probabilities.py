@@ -131,7 +131,7 @@ class Sampling:
 
     @cached_property
     def token_biases(self) -> dict[int, float]:
-        """What is added to the logits of tokens, whatever the text: -inf for banned ones."""
+        """The numbers added to the logits of tokens, whatever the text: -inf for banned ones."""
         banned = {word[0]: -math.inf for word in self.bad_words_ids if len(word) == 1}
         return {**(self.logit_bias or {}), **banned}
 
