@@ -49,6 +49,8 @@ NAMES = {
     "lookahead": "lookahead",
     "jacobi": "Jacobi",
     "early_exit": "early exit",
+    "sparse_kv": "small KV cache",
+    "triforce": "TriForce",
     "kangaroo": "Kangaroo",
     "skip": "skipped sublayers",
     "cascade": "cascade",

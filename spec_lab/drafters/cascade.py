@@ -260,13 +260,17 @@ class DraftCascade(Proposer):
 
     def init(self, request: Request) -> DraftedText:
         """An empty KV cache of the draft model, and the inner proposer's state."""
-        model, inner, inner_request = self.arm.target, self.arm.proposer, self._inner_request(request)
-        kv = model.lm.open(min(len(inner_request.tokens) + inner_request.max_new_tokens, model.context + inner.nodes))
+        kv = self.arm.target.lm.open(self._reserve(request))
         try:
-            return DraftedText(kv, inner.init(inner_request))
+            return DraftedText(kv, self.arm.proposer.init(self._inner_request(request)))
         except BaseException:
             kv.close()
             raise
+
+    def _reserve(self, request: Request) -> int:
+        """Cells for a request in the draft model's KV cache."""
+        most = len(request.tokens) + self._inner_request(request).max_new_tokens
+        return min(most, self.arm.target.context + self.arm.proposer.nodes)
 
     def kv_bytes(self, positions: Sequence[int]) -> int:
         """See ``Proposer``; with that of the inner proposer."""
@@ -277,7 +281,7 @@ class DraftCascade(Proposer):
     def fork(self, state: DraftedText) -> DraftedText:
         """A copy that shares the KV cache of the tokens so far."""
         inner = self.arm.proposer.fork(state.inner)  # first: an error leaves no KV cache behind
-        return DraftedText(state.kv.fork(), inner, list(state.tokens), state.text)
+        return replace(state, kv=state.kv.fork(), inner=inner, tokens=list(state.tokens))
 
     def close(self, state: DraftedText) -> None:
         """Free the KV cache, and close the inner proposer's state."""
@@ -291,7 +295,7 @@ class DraftCascade(Proposer):
         New prompts are computed on the way. What the target rejected is forgotten, what it accepted stays computed.
         """
         limits = [
-            max(0, min(self.depth, room, self.arm.target.context - len(sequence.tokens)))
+            max(0, min(self.depth, room, self._room(sequence)))
             for room, sequence in zip(batch.room(), batch.sequences, strict=True)
         ]
         texts = [
@@ -306,6 +310,10 @@ class DraftCascade(Proposer):
         ]
         why = {tree: broken[text] for tree, text in enumerate(texts) if text is not None and text in broken}
         return self._draft(batch, chains, [part for text in ends if text not in broken for part in q[text]], why)
+
+    def _room(self, sequence: SequenceState) -> int:
+        """The longest chain that the draft model can draft after a sequence."""
+        return self.arm.target.context - len(sequence.tokens)
 
     def _text(self, sequence: SequenceState) -> SequenceState:
         """The draft model's sequence for a step of the target's, as a fork of it: its choices are no other's."""

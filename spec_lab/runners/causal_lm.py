@@ -160,6 +160,8 @@ class CausalLM(DraftRunner):
         abilities: set[Ability] = {"shared_prefix"}
         if not self.why_no_layer_ranges:
             abilities.add("layer_ranges")
+        if not self.why_no_sparse_kv:
+            abilities.add("sparse_kv")
         if (getattr(self.model, "tp_size", None) or 1) == 1:  # other ranks are told of forwards only
             abilities.add("copied_prefix")
         return Capabilities(self.layers, sequences=None, abilities=frozenset(abilities))
@@ -187,6 +189,25 @@ class CausalLM(DraftRunner):
         except (AttributeError, NotImplementedError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+    @cached_property
+    def why_no_sparse_kv(self) -> str:
+        """See ``runner.Runner``."""
+        if self.attention == "dense_mask":
+            return "it computes attention=dense_mask, which reads a mask of all cells"
+        if self.recurrence is not None or self.cells.unused:
+            return "it has layers without keys and values"
+        if self._packer.kinds or self._packer.indexed:
+            return "it has layers with windows or chunks, or layers that share keys and values"
+        if self._packer.split or (getattr(self.model, "tp_size", None) or 1) > 1:
+            return "it is split over devices or ranks"
+        return ""
+
+    def sparse(self, selection: Selection) -> SparseLM:
+        """See ``runner.Runner``."""
+        from spec_lab.runners.sparse_kv import SparseLM
+
+        return SparseLM(self, selection)
 
     @cached_property
     def _ranges(self) -> LayerRanges:

@@ -29,6 +29,9 @@ class CellSequence:
 
     After a forward over a draft tree its nodes' cells are *held*, until ``accept`` keeps some of them and frees the
     others. A ``runner.KVSequence``.
+
+    A small cache of a long text (``sparse_kv``) has no cells of the ``left_out`` positions that follow its first ``gap``
+    cells: after these, ``slots[i]`` holds position i + ``left_out``.
     """
 
     def __init__(self, store: Cells, stream: int, slots: np.ndarray, bias: np.ndarray) -> None:
@@ -39,6 +42,7 @@ class CellSequence:
         self._bias = bias  # [>= extent] float32
         self.extent = 0  # one past the highest own cell
         self.in_order = True  # whether cell i is known to hold position i
+        self.gap = self.left_out = 0
         self.exact = False  # see ``Cells.open``
         self.open = True
         self.held = NONE_HELD  # [nodes of the tree], the cell of each node; -1 where it is not computed
@@ -46,7 +50,7 @@ class CellSequence:
         self.states: RecurrentStates | None = None  # of a model with recurrent layers
 
     def __len__(self) -> int:
-        return self._length
+        return self._length + self.left_out
 
     @property
     def slots(self) -> np.ndarray:  # [length]
@@ -215,7 +219,7 @@ class Cells:
         """``count`` free cells of the sequence's stream, lowest first. They are held until kept or dropped."""
         stream, end = sequence.stream, sequence.extent
         used = self.references[stream, : self.capacities[stream]]
-        if end == len(sequence) and end + count <= len(used) and not np.count_nonzero(used[end : end + count]):
+        if end == sequence._length and end + count <= len(used) and not np.count_nonzero(used[end : end + count]):
             used[end : end + count] = 1  # no hole below: what the search would find
             return np.arange(end, end + count)
         free = np.flatnonzero(used == 0)[:count]
@@ -226,9 +230,9 @@ class Cells:
         return free
 
     def take_next(self, sequence: CellSequence) -> int:
-        """``take`` of the one cell after all others of a sequence without holes; -1 if there are some or it is used."""
+        """``take`` of the one cell after all others, whose number is its position; -1 if it is not or is used."""
         end, stream = sequence.extent, sequence.stream
-        if end != sequence._length or end >= self.capacities[stream] or self.references.item(stream, end):
+        if end != len(sequence) or end >= self.capacities[stream] or self.references.item(stream, end):
             return -1
         self.references[stream, end] = 1
         return end
@@ -243,12 +247,12 @@ class Cells:
 
     def keep(self, sequence: CellSequence, slots: Sequence[int]) -> None:
         """Append held cells to the sequence: their tokens are committed."""
-        end = len(sequence) + len(slots)
+        start, end = sequence._length, sequence._length + len(slots)
         if end > len(sequence._slots):
             more = max(self.capacities[sequence.stream], end)
             sequence._slots = np.concatenate([sequence._slots, np.empty(more, dtype=np.int64)])
-        sequence._slots[len(sequence) : end] = slots
-        sequence.in_order = sequence.in_order and list(slots) == list(range(len(sequence), end))
+        sequence._slots[start:end] = slots
+        sequence.in_order = sequence.in_order and list(slots) == list(range(start, end))
         sequence._length = end
         if len(slots):
             sequence.extent = max(sequence.extent, max(slots) + 1)
@@ -265,22 +269,37 @@ class Cells:
             store[:, :, upload(store.device, slots)[0]] = 0
 
     def backtrack(self, sequence: CellSequence, length: int) -> None:
-        """Shorten the sequence to its first ``length`` cells."""
+        """Shorten the sequence to its first ``length`` positions; to none where some of these are left out."""
         if not 0 <= length <= len(sequence):
-            raise ValueError(f"cannot shorten a sequence of {len(sequence)} cells to {length}")
-        gone = sequence.slots[length:]
+            raise ValueError(f"cannot shorten a sequence of {len(sequence)} positions to {length}")
+        if length < sequence.gap + sequence.left_out:
+            length = 0
+        cells = max(0, length - sequence.left_out)
+        self._remove(sequence, cells, sequence._length)
+        sequence.in_order = sequence.in_order or not cells
+        if not cells:
+            sequence.gap = sequence.left_out = 0
+
+    def leave_out(self, sequence: CellSequence, first: int, count: int) -> None:
+        """Free ``count`` cells of the sequence from number ``first`` on; later ones hold the positions that they did."""
+        self._remove(sequence, first, first + count)
+        sequence.gap, sequence.left_out, sequence.in_order = first, sequence.left_out + count, False
+
+    def _remove(self, sequence: CellSequence, start: int, stop: int) -> None:
+        gone, later = sequence.slots[start:stop].copy(), sequence.slots[stop:].copy()
         self.references[sequence.stream, gone] -= 1
         sequence.bias(sequence.extent)[gone] = -np.inf
-        sequence._length = length
-        sequence.extent = int(sequence.slots.max()) + 1 if length else 0
-        sequence.in_order = sequence.in_order or not length
+        sequence._length = start + len(later)
+        sequence._slots[start : sequence._length] = later
+        sequence.extent = int(sequence.slots.max(initial=-1)) + 1
 
     def fork(self, sequence: CellSequence) -> CellSequence:
         """A second sequence over the same cells, which it shares."""
         self.references[sequence.stream, sequence.slots] += 1
         self._users[sequence.stream] += 1
         twin = CellSequence(self, sequence.stream, sequence._slots.copy(), sequence._bias.copy())
-        twin._length, twin.extent, twin.in_order = len(sequence), sequence.extent, sequence.in_order
+        twin._length, twin.extent, twin.in_order = sequence._length, sequence.extent, sequence.in_order
+        twin.gap, twin.left_out = sequence.gap, sequence.left_out
         return twin
 
     def copy(
@@ -294,16 +313,38 @@ class Cells:
             reserve, clear, exact: as in ``open``.
         """
         made = self.open(max(reserve, length), clear, exact)
-        if length:
-            self.keep(made, self.take(made, length).tolist())
-            with torch.inference_mode():
-                for layer in self.views:
-                    for store in layer:
-                        old = store[source.stream]
-                        index = as_index(source.slots[:length], old.device)
-                        copied = old[:, :, index] if isinstance(index, slice) else old.index_select(2, index)
-                        store[made.stream].narrow(2, 0, length).copy_(copied)
+        self.append_copies(made, source, source.slots[:length])
         return made
+
+    @torch.inference_mode()
+    def append_copies(
+        self, sequence: CellSequence, source: CellSequence, slots: np.ndarray | Sequence[Tensor]
+    ) -> None:
+        """Append copies of cells of another sequence, perhaps of another store of the same model.
+
+        Args:
+            sequence: grows by n cells.
+            source: the other sequence.
+            slots: ``[n]`` cells of its stream; or for each layer ``[heads, n]``, cells of their own for each head.
+        """
+        count = len(slots) if isinstance(slots, np.ndarray) else slots[0].shape[1]
+        if not count:
+            return
+        taken, indices = self.take(sequence, count), dict[torch.device, tuple[Any, Any]]()
+        for layer, stores in enumerate(source.store.views):
+            old_stores = [store[source.stream] for store in stores]
+            if layer == len(self.views):
+                self.allocate(layer, *old_stores)
+            for store, old in zip(self.views[layer], old_stores, strict=True):
+                if old.device not in indices:
+                    first = as_index(slots, old.device) if isinstance(slots, np.ndarray) else None
+                    indices[old.device] = first, as_index(taken, old.device)
+                index, to = indices[old.device]
+                every = slice(None)
+                if index is None:
+                    every, index = torch.arange(old.shape[1], device=old.device)[:, None], slots[layer]
+                store[sequence.stream][:, :, to] = old[:, every, index]
+        self.keep(sequence, taken.tolist())
 
     def close(self, sequence: CellSequence) -> None:
         """Give up the sequence and all its cells. Its stream is free once every fork is closed."""

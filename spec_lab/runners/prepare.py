@@ -472,7 +472,7 @@ class Packer:
         """
         start, sequence, rows, end = new.start, new.sequence, len(new.taken), new.end
         index = as_slice(new.taken)
-        alone = end == len(sequence) + len(new.slots)  # all cells up to there belong to this sequence
+        alone = end == len(sequence.slots) + len(new.slots)  # all cells up to there belong to this sequence
         causal = alone and new.causal and not self.dense
         full = None
         if not causal and (not alone or new.mask is not None):

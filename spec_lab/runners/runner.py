@@ -25,6 +25,7 @@ from spec_lab.runners.draft_pass import Route, Sublayer
 if TYPE_CHECKING:
     from spec_lab.runners.causal_draft_pass import CausalDraftPass
     from spec_lab.runners.memory_need import ModelMemory
+    from spec_lab.runners.sparse_kv import Selection, SparseLM
 
 
 class KVSequence(Protocol):
@@ -51,13 +52,14 @@ class KVSequence(Protocol):
         ...
 
 
-Ability = Literal["layer_ranges", "state_snapshots", "shared_prefix", "copied_prefix"]
+Ability = Literal["layer_ranges", "state_snapshots", "shared_prefix", "copied_prefix", "sparse_kv"]
 
 ABILITIES: Mapping[Ability, str] = {
     "layer_ranges": "running a range of layers from given hidden states, on the KV cache of a sequence",
     "state_snapshots": "saving and restoring the states of recurrent layers",
     "shared_prefix": "sharing the KV cache of a common prefix among requests",
     "copied_prefix": "copying the KV cache of a common prefix to another request",
+    "sparse_kv": "decoding on a smaller KV cache with some of a sequence's positions",
 }
 """Abilities of some runners that some proposers require; drafting by early exit (2404.16710) requires layer ranges."""
 
@@ -330,6 +332,17 @@ class Runner(ABC):
         finally:
             kv.close()
         return torch.stack(logits)
+
+    # The ability ``sparse_kv`` ----------------------------------------------------------------------------------------
+
+    @property
+    def why_no_sparse_kv(self) -> str:
+        """Why it lacks the ability; empty where it has it."""
+        return f"it is computed by {type(self).__name__}, whose KV cache is not read by others"
+
+    def sparse(self, selection: Selection) -> SparseLM:
+        """Return a runner of the same model whose KV caches hold some positions of this one's."""
+        raise NotImplementedError(self.why_no_sparse_kv)
 
     # The ability ``layer_ranges`` (``draft_pass``) --------------------------------------------------------------------
 

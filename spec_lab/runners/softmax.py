@@ -32,8 +32,6 @@ class Softmax(NamedTuple):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention in plain operations, without repeating keys for query heads that share them.
 
-        The softmax is computed in float32 at least.
-
         Args:
             query: ``[b, heads, n, dim]``.
             keys: ``[b, kv heads, C, dim]``.
@@ -42,6 +40,17 @@ class Softmax(NamedTuple):
 
         Returns:
             ``[b, heads, n, value dim]``.
+        """
+        shares = self.shares(query, keys, mask).to(values.dtype)
+        return (shares.flatten(2, 3) @ values).reshape(*query.shape[:3], -1)
+
+    def shares(self, query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the share of each key in each row, by a softmax in float32 at least.
+
+        Arguments as of ``attend``.
+
+        Returns:
+            ``[b, kv heads, groups, n, C]``, where query head h is head (h // groups, h % groups).
         """
         batch, heads, rows, dim = query.shape
         groups, wide = heads // keys.shape[1], torch.promote_types(query.dtype, torch.float32)
@@ -55,8 +64,7 @@ class Softmax(NamedTuple):
         total = scores.logsumexp(-1, keepdim=True)
         if self.sinks is not None:
             total = torch.logaddexp(total, self.sinks.to(wide).view(1, -1, groups, 1, 1))
-        shares = (scores - total).exp().to(values.dtype)
-        return (shares.flatten(2, 3) @ values).reshape(batch, heads, rows, -1)
+        return (scores - total).exp()
 
 
 def causal_mask(query: Tensor) -> Tensor:  # [.., n, dim] -> [n, n]

@@ -34,6 +34,7 @@ from spec_lab.drafters.pard.propose import Pard
 from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
 from spec_lab.drafters.peagle.propose import PEagleDrafter
 from spec_lab.drafters.skip.propose import Skip
+from spec_lab.drafters.sparse_kv import SparseKV
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
@@ -43,6 +44,7 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.draft_pass import Sublayer
+from spec_lab.runners.sparse_kv import Selection
 from spec_lab.verify import Token, Traversal, choose
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -84,12 +86,13 @@ PROPOSERS = {
         t.lm, 1, TreePlan((), "deterministic", budget=Budget(4, 2, 2, width=1))
     ),
     "skip": lambda t: Skip(t.lm, TreePlan(CHAIN), frozenset({Sublayer("attn", 1)})),
+    "sparse_kv": lambda t: SparseKV(t.lm.sparse(Selection("snapkv", 6, window=2)), 64, TreePlan(CHAIN)),
     "peagle": lambda t: PEagleDrafter(random_network(PEagle(PARALLEL), t), t, TreePlan(TREE, "deterministic")),
     "block": lambda t: BlockDrafter(random_network(BlockNetwork(MARKOV), t), t, TreePlan(TREE, "deterministic")),
 }
 LEVELS = (
     dict.fromkeys(PROPOSERS, 0)
-    | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit", "kangaroo", "skip"), 3)
+    | dict.fromkeys(("draft_chain", "draft_confident", "pard", "early_exit", "kangaroo", "skip", "sparse_kv"), 3)
     | dict.fromkeys(
         (
             "draft_points",
@@ -105,7 +108,7 @@ LEVELS = (
     | {"pld_plus": 1}
 )
 """The number of levels that each one's draft model computes; PLD+ compares hidden states once."""
-AHEAD = ("draft_chain", "draft_points")
+AHEAD = ("draft_chain", "draft_points", "sparse_kv")
 """Those of them whose trees a device drafts without a look at a token."""
 
 

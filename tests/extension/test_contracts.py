@@ -39,6 +39,7 @@ from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
 from spec_lab.drafters.peagle.propose import PEagleDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
+from spec_lab.drafters.sparse_kv import SparseKV
 from spec_lab.policy.adaptive import adapt
 from spec_lab.policy.depths import Heuristic
 from spec_lab.policy.thresholds import Threshold
@@ -51,6 +52,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.draft_pass import Sublayer
+from spec_lab.runners.sparse_kv import Selection
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
@@ -273,6 +275,12 @@ def skip_searched(target):
     return Skip(target.lm, TreePlan(parse("0 0.0"), "iid"), search, "request")
 
 
+def sparse_kv(target):
+    """The first and the last two positions."""
+    lm = target.lm.sparse(Selection("streaming_llm", 3, 1))
+    return SparseKV(lm, target.context, TreePlan(parse("0 1 0.0"), "deterministic"))
+
+
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_tree": eagle3_tree,
@@ -285,7 +293,7 @@ PROPOSERS = {
     "early_exit": early_exit, "early_exit_tree": early_exit_tree, "early_exit_best_first": early_exit_best_first,
     "early_exit_union": early_exit_union, "kangaroo": kangaroo, "kangaroo_tree": kangaroo_tree,
     "kangaroo_confident": kangaroo_confident,
-    "skip": skip, "skip_searched": skip_searched,
+    "skip": skip, "skip_searched": skip_searched, "sparse_kv": sparse_kv,
     "adaptive": adaptive, "stopped": stopped,
 }  # fmt: skip
 

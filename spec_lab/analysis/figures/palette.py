@@ -23,6 +23,7 @@ PROPOSERS = {
     "block": "#12306a", "suffix": "#6b4226", "sam": "#b5843c", "rest": "#9988cc", "recycling": "#557788",
     "peagle": "#7030c0", "jacobi": "#6677cc", "lookahead": "#3399dd", "pld_plus": "#887700", "union": "#d00000",
     "best_of": "#996655", "cascade": "#8a2be2", "early_exit": "#006d5b", "kangaroo": "#c04a00", "skip": "#9e5f8a",
+    "sparse_kv": "#3d7f99", "triforce": "#1d5570",
 }  # fmt: skip
 """Fixed colours of the bundled proposers, by the name in their records or of their config."""
 

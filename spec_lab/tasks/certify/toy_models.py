@@ -180,6 +180,7 @@ class Counting(nn.Module):
         mean, _ = cell_attention(self, query, read[0], read[1], mask, 1.0)
         number = (mean[..., 0, 0] * (position + 1)).round().long()  # position + 1 tokens are visible to a row
         row = torch.where(digit < 0, 0, self.first[(digit + 1).clamp_min(0)] + number)
+        row = row.clamp_max(len(self.table) - 1)  # of a row that sees some tokens only, such as of a small KV cache
         output = (hidden if self.below is None else hidden - self.below[row]) + self.table[row]
         return torch.where(self.mlp(torch.ones_like(hidden)) > 0, output, hidden)
 

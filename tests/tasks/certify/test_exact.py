@@ -38,6 +38,8 @@ from spec_lab.drafters.peagle.network import PEagle, PEagleSettings
 from spec_lab.drafters.peagle.propose import PEagleDrafter
 from spec_lab.drafters.skip.propose import Skip
 from spec_lab.drafters.skip.search import SkipSearch
+from spec_lab.drafters.sparse_kv import SparseKV
+from spec_lab.drafters.triforce import TriForce
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
@@ -52,6 +54,7 @@ from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.propose.union import Union
 from spec_lab.runners.draft_pass import Sublayer
+from spec_lab.runners.sparse_kv import Selection
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance
@@ -139,6 +142,15 @@ def kangaroo(tree="1x1", drawn="iid", **options):
     network = random_network(Kangaroo(KangarooSettings(small_layer(4), 4, 1)), TARGET)
     plan = TreePlan(parse(tree), drawn, **options)
     return KangarooDrafter(network, TARGET, plan)
+
+
+def sparse_kv(tree="1x1", drawn="iid", method="streaming_llm"):
+    return SparseKV(TARGET.lm.sparse(Selection(method)), TARGET.context, TreePlan(parse(tree), drawn))
+
+
+def triforce(inner):
+    model = replace(TARGET, lm=TARGET.lm.sparse(Selection()))
+    return TriForce(Arm(model, inner, Token(), CounterDraws(0)), 2)
 
 
 def skip(tree="1x1", drawn="iid", **options):
@@ -249,6 +261,10 @@ PROPOSERS = {
     "skipped MLP, tree without": skip("2x1", "without_replacement"),
     "skipped MLP, best first": skip(drawn="deterministic", budget=Budget(3)),
     "searched sublayers": searched("2x1", "without_replacement"),
+    "small cache, chain": sparse_kv(),
+    "small cache of the prompt, tree without": sparse_kv("2x1", "without_replacement", "snapkv"),
+    "TriForce from an n-gram": triforce(Ngram(3, 3, 1)),
+    "TriForce from a chain": triforce(draft_model("1x1", "iid")),
     "union of two early exits": union(early_exit("1x1", "deterministic"), early_exit("2", "without_replacement")),
     "union of an early exit and skipped sublayers": union(early_exit("2", "deterministic"), skip("1x1")),
     "best of an n-gram and an early exit": best_of(

@@ -1,0 +1,163 @@
+"""The target drafts for itself on a small KV cache, which holds some positions of the text (self-speculation).
+
+Sources: MagicDec (2408.11049) with the caches of StreamingLLM (2309.17453) and SnapKV (2404.14469); TriForce
+(2404.11912). The draft runs all of the target's layers, so that at short texts it costs as much as the target. At long
+texts, and in large batches, a forward of the target mostly reads keys and values, of which the draft reads few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Unpack
+
+from spec_lab.core.options import Count, Whole, WrongOption, checked
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Requires, runner_kv_bytes
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.drafters.draft_model.cache import DraftCache
+from spec_lab.drafters.draft_model.propose import DraftModel
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+from spec_lab.propose.trees import Choices
+from spec_lab.runners.runner import DraftRunner
+from spec_lab.runners.sparse_kv import Selection, SparseLM
+
+
+def sparse_lm(target: Target, selection: Selection, proposer: str) -> SparseLM:
+    """Return the target's model on small KV caches.
+
+    Args:
+        target: the target.
+        selection: of the positions.
+        proposer: that drafts with it, for messages.
+
+    Raises:
+        WrongOption: a selection that leaves no positions, or has an even kernel.
+        Unsupported: a target whose KV cache cannot be read, or has layers without full attention.
+    """
+    if not 0 < selection.fixed < selection.budget:
+        option = "sinks" if selection.method == "streaming_llm" else "window"
+        raise WrongOption(
+            f"{option} must be less than proposer.budget={selection.budget}, of which it is a part (got "
+            f"{getattr(selection, option)})"
+        )
+    if selection.kernel % 2 == 0:
+        raise WrongOption(f"kernel must be odd, so that a position is its middle (got {selection.kernel})")
+    if why := target.lm.why_no_sparse_kv:
+        raise Unsupported(
+            f"proposer '{proposer}' copies cells of the target's KV cache, which target '{target.name}' does not "
+            f"allow: {why}"
+        )
+    return target.lm.sparse(selection)
+
+
+@dataclass(eq=False, kw_only=True)
+class SparseCache(DraftCache):
+    """A small cache of a sequence, which is brought in line with the target's in each step.
+
+    Args:
+        lm: of the small cache.
+        prompt: tokens of the prompt.
+        source: the target's KV cache of the sequence, as of this step.
+        copied: positions of the text that the small cache has followed so far.
+    """
+
+    lm: SparseLM
+    prompt: tuple[int, ...]
+    source: Any = None
+    copied: int = 0
+
+    def follow(self, tokens: list[int]) -> list[int]:
+        """Remove what was drafted, and copy what the target has computed; return the tokens that it has not."""
+        self.kv.truncate(min(self.copied, len(self.kv)))
+        self.lm.follow(self.kv, self.source, self.prompt)
+        self.copied = len(self.source)
+        return tokens[self.copied :]
+
+    def fork(self) -> SparseCache:
+        """See ``DraftCache``."""
+        return replace(self, kv=self.kv.fork())
+
+
+class SparseKV(DraftModel):
+    """Drafts with the target on a small KV cache. A sequence gets its first draft when its prompt is computed.
+
+    Args:
+        lm: the target's model on small caches.
+        context: most positions of the target.
+        plan: the trees, and how their tokens are drawn.
+    """
+
+    lm: SparseLM
+
+    def __init__(self, lm: SparseLM, context: int, plan: TreePlan) -> None:
+        super().__init__(lm, context, plan, "sparse_kv")
+        self.sha256, self.requires = None, Requires(abilities=frozenset({"sparse_kv"}))
+
+    @staticmethod
+    @checked
+    def load(  # type: ignore[override]
+        target: Target,
+        selection: Literal["streaming_llm", "snapkv"] = "streaming_llm",
+        budget: Annotated[int, Whole(2)] = 256,
+        sinks: Count = 4,
+        window: Count = 32,
+        kernel: Count = 5,
+        **options: Unpack[TreeOptions],
+    ) -> SparseKV:
+        """Check that the target's cells can be copied.
+
+        Args:
+            target: drafts and verifies.
+            selection: streaming_llm: the first sinks and the last budget - sinks positions; snapkv: positions of the
+                prompt that its end attends to, and all after it.
+            budget: positions in the small cache; of snapkv, those of the prompt.
+            sinks: of streaming_llm: first positions that are kept.
+            window: of snapkv: last tokens of the prompt, whose attention ranks the others for each head.
+            kernel: of snapkv: positions over which ranks are averaged, an odd number.
+            options: of the trees.
+
+        Raises:
+            ValueError: a wrong option; a tree wider than the vocabulary.
+            Unsupported: a target whose KV cache cannot be read, or has layers without full attention.
+        """
+        plan = TreePlan.read(**options)
+        lm = sparse_lm(target, Selection(selection, budget, sinks, window, kernel), "sparse_kv")
+        plan.check_width(target.vocabulary)
+        return SparseKV(lm, target.context, plan)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> SparseKV:
+        """The same proposer on caches of a few positions. See ``Proposer``."""
+        return SparseKV(target.lm.sparse(self.lm.selection.few), target.context, self.plan.toy(tree))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``Part``."""
+        return super().facts | self.lm.selection.facts
+
+    @property
+    def target_cells(self) -> int:
+        """See ``Proposer``."""
+        return self.lm.selection.target_cells
+
+    def init(self, request: Request) -> SparseCache:
+        """See ``CachedDrafter``."""
+        length = min(len(request.tokens) + request.max_new_tokens, self.context)
+        cells = self.lm.selection.cells(len(request.tokens), length)
+        return SparseCache(self.lm.open(cells + self.reserve), lm=self.lm, prompt=request.tokens)
+
+    def kv_bytes(self, positions: Any) -> int:
+        """See ``Proposer``; of texts that are prompts but for their last positions."""
+        cells = [self.lm.selection.cells(end, min(end, self.context)) for end in positions]
+        return runner_kv_bytes(self.lm, [count + self.reserve for count in cells])
+
+    def levels(self, sequence: SequenceState, room: int) -> int:
+        """See ``TreeProposer``."""
+        cache: SparseCache = sequence.state
+        cache.source, cache.text = sequence.kv, sequence.tokens
+        return room if len(sequence.kv) >= len(cache.prompt) else 0
+
+    def rewind(self, state: SparseCache, length: int) -> None:
+        """See ``Proposer``: the positions that are left stay copied."""
+        state.copied = min(state.copied, length)

@@ -1,0 +1,173 @@
+"""The target drafts on a small KV cache, and there a smaller proposer drafts for it: TriForce (2404.11912).
+
+A cascade of drafts (``drafters.cascade``) whose draft model is the target itself on the cache of ``sparse_kv``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
+
+from spec_lab.core.options import Count, Temperature, Whole, WrongOption, checked
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.request import Request
+from spec_lab.decode.arm import Arm, Memory
+from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
+from spec_lab.decode.sequence import SequenceState
+from spec_lab.drafters.cascade import DraftCascade, DraftedText
+from spec_lab.drafters.sparse_kv import sparse_lm
+from spec_lab.models.target import Target
+from spec_lab.propose.trees import Choices, TreeDepth, depth_of
+from spec_lab.runners.runner import DraftRunner
+from spec_lab.runners.sparse_kv import Selection, SparseLM
+
+
+@dataclass(eq=False, kw_only=True)
+class SparseText(DraftedText):
+    """States of the small cache and of the inner proposer for a sequence.
+
+    Args:
+        lm, prompt, source, copied: see ``SparseCache``.
+    """
+
+    lm: SparseLM
+    prompt: tuple[int, ...]
+    source: Any = None
+    copied: int = 0
+
+    def follow(self, text: Sequence[int], inner: Proposer) -> None:
+        """Remove what was drafted, and copy what the target has computed."""
+        self.kv.truncate(min(self.copied, len(self.kv)))
+        if self.tokens:
+            inner.rewind(self.inner, self.copied)
+        self.lm.follow(cast(Any, self.kv), self.source, self.prompt)
+        self.tokens, self.text = list(text), len(text)
+
+
+@dataclass(eq=False)
+class TriForce(DraftCascade):
+    """Drafts the tokens that the target emits on a small KV cache, decoded with an inner proposer.
+
+    Arguments as of ``DraftCascade``; ``arm.target`` is the target on small caches. The inner proposer observes positions
+    that are copied without their hidden states, like those of a prefix cache.
+    """
+
+    name: str = "triforce"
+
+    @staticmethod
+    @checked
+    def load(  # type: ignore[override]
+        target: Target,
+        inner: Callable[[Target], Proposer],
+        verifier: Any,
+        selection: Literal["streaming_llm", "snapkv"] = "streaming_llm",
+        budget: Annotated[int, Whole(2)] = 256,
+        sinks: Count = 4,
+        window: Count = 32,
+        kernel: Count = 5,
+        depth: TreeDepth = 6,
+        drawn: Literal["iid", "deterministic"] = "iid",
+        temperature: Temperature | None = None,
+    ) -> TriForce:
+        """Load the inner proposer for the target on a small KV cache.
+
+        Args:
+            target: drafts and verifies.
+            inner: loads the inner proposer, whose target it is.
+            verifier: of inner drafts.
+            selection: streaming_llm: the first sinks and the last budget - sinks positions; snapkv: positions of the
+                prompt that its end attends to, and all after it.
+            budget: positions in the small cache; of snapkv, those of the prompt.
+            sinks: of streaming_llm: first positions that are kept.
+            window: of snapkv: last tokens of the prompt, whose attention ranks the others for each head.
+            kernel: of snapkv: positions over which ranks are averaged, an odd number.
+            depth: length of the chain.
+            drawn: iid: sampled; deterministic: the likeliest token.
+            temperature: of the draft; None: each request's.
+
+        Raises:
+            ValueError: a wrong option; a lossy verifier; an inner proposer that reads hidden states of all positions.
+            Unsupported: as of ``sparse_lm``.
+        """
+        if not verifier.lossless:
+            raise WrongOption(
+                f"verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be distributed as its "
+                "probabilities state: choose a lossless one, such as verifier@proposer.verifier=token"
+            )
+        model = replace(target, lm=sparse_lm(target, Selection(selection, budget, sinks, window, kernel), "triforce"))
+        smaller = inner(model)
+        if smaller.requires.hidden and smaller.requires.every_position:
+            raise WrongOption(
+                f"inner: the proposer '{smaller.name}' reads hidden states of all positions, but those of copied "
+                "positions are not kept: choose another one, such as proposer@proposer.inner=draft_chain"
+            )
+        try:
+            arm = Arm(model, smaller, verifier, CounterDraws(0))
+        except ValueError as error:
+            raise WrongOption(f"inner, whose target is the target on a small KV cache: {error}") from error
+        return TriForce(arm, depth, drawn, temperature)
+
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> TriForce:
+        """The same with caches of a few positions, and the toy's draft model for an inner one. See ``Proposer``."""
+        model = replace(target, lm=target.lm.sparse(self._lm.selection.few))
+        arm = replace(self.arm, target=model, proposer=self.arm.proposer.toy(model, draft, tree), memory=Memory())
+        return replace(self, arm=arm, depth=depth_of(tree))
+
+    @property
+    def _lm(self) -> SparseLM:
+        return cast(SparseLM, self.arm.target.lm)
+
+    @property
+    def requires(self) -> Requires:
+        """See ``Proposer``."""
+        return Requires(abilities=frozenset({"sparse_kv"}))
+
+    @property
+    def target_cells(self) -> int:
+        """See ``Proposer``."""
+        return self._lm.selection.target_cells
+
+    @property
+    def sha256(self) -> str | None:
+        """Hash of the inner proposer's files."""
+        return self.arm.proposer.sha256
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """See ``Part``."""
+        return {**super().facts, **self._lm.selection.facts}
+
+    def init(self, request: Request) -> SparseText:
+        """See ``DraftCascade``."""
+        state = super().init(request)
+        return SparseText(state.kv, state.inner, lm=self._lm, prompt=request.tokens)
+
+    def _reserve(self, request: Request) -> int:
+        return self._cells(len(request.tokens), super()._reserve(request))
+
+    def _cells(self, prompt: int, length: int) -> int:
+        return self._lm.selection.cells(prompt, length) + self.depth + self.arm.proposer.nodes
+
+    def kv_bytes(self, positions: Sequence[int]) -> int:
+        """See ``Proposer``; of texts that are prompts but for their last positions."""
+        cells = [self._cells(end, min(end, self.arm.target.context)) for end in positions]
+        return runner_kv_bytes(self._lm, cells) + self.arm.proposer.kv_bytes(positions)
+
+    def rewind(self, state: SparseText, length: int) -> None:
+        """See ``Proposer``: the positions that are left stay copied."""
+        state.copied = min(state.copied, length)
+
+    def _room(self, sequence: SequenceState) -> int:
+        computed = len(sequence.kv) >= len(sequence.request.tokens)
+        return super()._room(sequence) if computed else 0
+
+    def _text(self, sequence: SequenceState) -> SequenceState:
+        state: SparseText = sequence.state
+        state.source, start = sequence.kv, state.copied
+        text = super()._text(sequence)
+        state.copied = len(sequence.kv)
+        if state.copied > start:
+            copied = Observation(text, start, sequence.tokens[start : state.copied + 1])
+            self.arm.proposer.observe([copied])
+        return text
