@@ -8,7 +8,7 @@ texts, and in large batches, a forward of the target mostly reads keys and value
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack, cast
 
 from spec_lab.core.options import Count, Whole, WrongOption, checked
 from spec_lab.core.request import Request
@@ -71,7 +71,7 @@ class SparseCache(DraftCache):
     def follow(self, tokens: list[int]) -> list[int]:
         """Remove what was drafted, and copy what the target has computed; return the tokens that it has not."""
         self.kv.truncate(min(self.copied, len(self.kv)))
-        self.lm.follow(self.kv, self.source, self.prompt)
+        self.lm.follow(cast(Any, self.kv), self.source, self.prompt)
         self.copied = len(self.source)
         return tokens[self.copied :]
 

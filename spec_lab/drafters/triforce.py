@@ -49,8 +49,8 @@ class SparseText(DraftedText):
 class TriForce(DraftCascade):
     """Drafts the tokens that the target emits on a small KV cache, decoded with an inner proposer.
 
-    Arguments as of ``DraftCascade``; ``arm.target`` is the target on small caches. The inner proposer observes positions
-    that are copied without their hidden states, like those of a prefix cache.
+    Arguments as of ``DraftCascade``; ``arm.target`` is the target on small caches. The inner proposer observes copied
+    positions without hidden states, like those of a prefix cache.
     """
 
     name: str = "triforce"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -55,6 +55,9 @@ from spec_lab.runners.runner import (
     Runner,
     numbered,
 )
+
+if TYPE_CHECKING:
+    from spec_lab.runners.sparse_kv import Selection, SparseLM
 
 
 class CausalLM(DraftRunner):

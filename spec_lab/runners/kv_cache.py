@@ -30,7 +30,7 @@ class CellSequence:
     After a forward over a draft tree its nodes' cells are *held*, until ``accept`` keeps some of them and frees the
     others. A ``runner.KVSequence``.
 
-    A small cache of a long text (``sparse_kv``) has no cells of the ``left_out`` positions that follow its first ``gap``
+    A small cache of a long text (``sparse_kv``) has no cells of ``left_out`` positions, which follow its first ``gap``
     cells: after these, ``slots[i]`` holds position i + ``left_out``.
     """
 
@@ -281,7 +281,7 @@ class Cells:
             sequence.gap = sequence.left_out = 0
 
     def leave_out(self, sequence: CellSequence, first: int, count: int) -> None:
-        """Free ``count`` cells of the sequence from number ``first`` on; later ones hold the positions that they did."""
+        """Free ``count`` cells of the sequence from number ``first`` on; later ones keep their positions."""
         self._remove(sequence, first, first + count)
         sequence.gap, sequence.left_out, sequence.in_order = first, sequence.left_out + count, False
 
@@ -317,9 +317,7 @@ class Cells:
         return made
 
     @torch.inference_mode()
-    def append_copies(
-        self, sequence: CellSequence, source: CellSequence, slots: np.ndarray | Sequence[Tensor]
-    ) -> None:
+    def append_copies(self, sequence: CellSequence, source: CellSequence, slots: np.ndarray | Sequence[Tensor]) -> None:
         """Append copies of cells of another sequence, perhaps of another store of the same model.
 
         Args:
@@ -340,7 +338,7 @@ class Cells:
                     first = as_index(slots, old.device) if isinstance(slots, np.ndarray) else None
                     indices[old.device] = first, as_index(taken, old.device)
                 index, to = indices[old.device]
-                every = slice(None)
+                every: Any = slice(None)
                 if index is None:
                     every, index = torch.arange(old.shape[1], device=old.device)[:, None], slots[layer]
                 store[sequence.stream][:, :, to] = old[:, every, index]

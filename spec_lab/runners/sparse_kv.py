@@ -4,9 +4,9 @@ Two selections of positions: the first and the last ones (StreamingLLM, 2309.174
 end of the prompt attends most (SnapKV, 2404.14469). As drafts of the model itself: MagicDec (2408.11049) and TriForce
 (2404.11912).
 
-Keys and values are copied as the whole cache has them, at their own positions. What the small cache computes itself (the
-root of a draft and its nodes) is removed when the sequence goes on: the model's verification has computed these tokens
-with the whole cache, and its keys and values are copied. So a small cache follows from the sequence's text alone.
+Keys and values are copied as the whole cache has them, at their own positions. What the small cache computes itself
+(the root of a draft and its nodes) is removed when the sequence goes on: verification has computed these tokens with
+the whole cache, whose keys and values are copied. So a small cache follows from the sequence's text alone.
 """
 
 from __future__ import annotations

@@ -194,6 +194,7 @@ UNSAMPLED = {
     "medusa": 0.0,
     "block": 0.0,
     "peagle": 0.0,
+    "sparse_kv": 0.0,
 }  # greedy: where nothing is drafted, there is no node 2
 
 
