@@ -237,7 +237,7 @@ def test_cells_held_by_a_failed_forward_come_back_with_the_span():
 def test_backtracking_to_no_length_of_the_sequence_is_an_error(length):
     cells = Cells()
     sequence = filled(cells)
-    with pytest.raises(ValueError, match=f"of 3 cells to {length}"):
+    with pytest.raises(ValueError, match=f"of 3 positions to {length}"):
         cells.backtrack(sequence, length)
 
 
