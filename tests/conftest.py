@@ -121,6 +121,24 @@ def limits_of_the_machine_in_milliseconds():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def steps_are_timed_briefly():
+    """Runs with depths or trees of measured costs time few steps; ``propose/test_step_costs`` is about timing."""
+    from spec_lab.policy import costs
+    from spec_lab.propose import calibrate, step_costs
+
+    def measure(visit, tokens, seconds=0.0, threads=1):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, passes in {"WARM_UP": 1, "PASSES": 2, "BLOCKS": 1}.items():
+                patch.setattr(step_costs, name, passes)
+            return step_costs.measure(visit, tokens, 0.0, threads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "measure", measure)
+        patch.setattr(costs, "measure", measure)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def distributions_are_listed_once():
     """Every run looks for those of its parts' packages; reading the metadata of all takes half a second."""
     from spec_lab.results import sources

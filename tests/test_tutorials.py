@@ -161,14 +161,14 @@ def test_the_constraint_forbids_repeated_n_grams_and_the_controller_ends_after_i
     package("write_a_constraint")
     short = ["prompts.limit=2", "max_new_tokens=40", "warmup=0", "threads=1", "target.dtype=float32", "baseline=false"]
     pairs = ["--config-dir", "my_parts/conf", "constraint=no_repeats", "constraint.size=2"]
-    code, _, errors = quick_cli(*pairs, *short, "proposer=ngram", "output_dir=pairs")
+    code, _, errors = quick_cli(*pairs, *short, "proposer=ngram", "proposer.depth=3", "output_dir=pairs")
     assert code == 0, errors
     rows = pd.read_parquet(tmp_path / "pairs" / "requests.parquet")
     for tokens in rows["tokens"]:
         items = list(pairwise(tokens))
         assert len(items) == len(set(items)) > 20
     lines = ["constraint=controller", "constraint.make=my_parts.lines.make", "constraint.options={lines: 2}"]
-    code, _, errors = quick_cli(*lines, *short, "proposer=ngram", "output_dir=lines")
+    code, _, errors = quick_cli(*lines, *short, "proposer=ngram", "proposer.depth=3", "output_dir=lines")
     assert code == 0, errors
     rows = pd.read_parquet(tmp_path / "lines" / "requests.parquet")
     assert (rows["text"].str.count("\n") <= 2).all() and (rows["finish"] == "constraint").any()

@@ -43,8 +43,8 @@ def folder(tmp_path_factory):
 
 def options(folder) -> list[str]:
     return [
-        f"target.path={folder / 'target'}", "target.dtype=float32", "proposer=ngram", "max_new_tokens=6", "warmup=0",
-        f"prompts.path={folder}", "output_dir=out",
+        f"target.path={folder / 'target'}", "target.dtype=float32", "proposer=ngram", "proposer.depth=3",
+        "max_new_tokens=6", "warmup=0", f"prompts.path={folder}", "output_dir=out",
     ]  # fmt: skip
 
 

@@ -307,7 +307,7 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(fork_serve
 @pytest.mark.nightly
 def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(fork_server, zoo, tmp_path, stride):
     """The short run has every thirteenth of all moments."""
-    arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
+    arguments = options(zoo, "proposer=ngram", "proposer.depth=3", "baseline=false", "prompts.limit=1")
     reference = never_killed(fork_server, tmp_path / "reference", arguments)
     kills = {}
     for when in ("half", "after"):
@@ -388,7 +388,9 @@ def launch():
 
 @pytest.mark.nightly
 def test_killed_workers_and_launchers_of_joblib_lose_nothing(fork_server, zoo, tmp_path, launch):
-    arguments = options(zoo, "proposer=ngram", "baseline=false", f"prompts.path={zoo / 'many.jsonl'}", "seed=1,2,3")
+    arguments = options(
+        zoo, "proposer=ngram", "proposer.depth=3", "baseline=false", f"prompts.path={zoo / 'many.jsonl'}", "seed=1,2,3"
+    )
     reference, seen = never_killed(fork_server, tmp_path / "reference", arguments), {}
     folder = tmp_path / "killed"
 

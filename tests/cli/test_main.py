@@ -60,7 +60,7 @@ def tiny(tmp_path_factory):
     file = checkpoints.prompts(folder / "prompts.jsonl")
     return [
         f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
-        "proposer=ngram", "max_new_tokens=8", "warmup=0",
+        "proposer=ngram", "proposer.depth=3", "max_new_tokens=8", "warmup=0",
     ]  # fmt: skip
 
 
@@ -127,11 +127,11 @@ SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
         if file.parent.name == "constraint"
     ],
 )
-def test_every_constraint_can_be_named_on_the_command_line(cli, file):
+def test_every_constraint_can_be_named_on_the_command_line(cli, tiny, file):
     given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
     prompts = "prompts=json" if file.stem == "records" else "prompts=code"
     heal = "token_healing=false"
-    command = [*given, prompts, heal, f"target.path={zoo('target')}", "proposer=ngram", "prompts.limit=1", "warmup=0"]
+    command = [*given, prompts, heal, tiny[0], "proposer=ngram", "proposer.depth=3", "prompts.limit=1", "warmup=0"]
     code, _, errors = cli(*command, "max_new_tokens=2", "baseline=false", "output_dir=here")
     assert code == 0, errors
 

@@ -43,7 +43,7 @@ def here(monkeypatch, tmp_path):
 
 
 def test_a_run_has_tables_figures_report_and_markdown(here, options, capsys):
-    run = spec_lab.run([*options, "proposer=ngram", "output_dir=first"], quiet=True)
+    run = spec_lab.run([*options, "proposer=ngram", "proposer.depth=3", "output_dir=first"], quiet=True)
     assert capsys.readouterr() == ("", "")
     assert (run.folder, run.code) == (Path("first"), 0)
     assert metrics.arms(run.tables) == ["ngram", "baseline"]

@@ -340,7 +340,7 @@ def test_a_prompt_with_special_characters_is_literal(text):
     ],
 )
 def test_the_command_line_prints_the_text_and_writes_no_files(cli, tmp_path, bundled, options, pattern, same):
-    few = ["target.dtype=float32", "proposer=ngram", "max_new_tokens=12"]
+    few = ["target.dtype=float32", "proposer=ngram", "proposer.depth=3", "max_new_tokens=12"]
     code, printed, errors = cli("+experiment=stream", *few, f"task.prompt={PROMPT}", *options)
     assert code == 0, errors
     bound = None if pattern is None else regex(Vocabulary.of(bundled), pattern)

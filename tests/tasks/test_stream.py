@@ -19,7 +19,13 @@ def streamed(quick_cli, tmp_path):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
     def call(*options):
-        few = [f"target.path={folder}", "target.dtype=float32", "proposer=ngram", "max_new_tokens=12"]
+        few = [
+            f"target.path={folder}",
+            "target.dtype=float32",
+            "proposer=ngram",
+            "proposer.depth=3",
+            "max_new_tokens=12",
+        ]
         return quick_cli("+experiment=stream", *few, *options)
 
     return call

@@ -123,8 +123,8 @@ def undisturbed(shared):
 def options(zoo: Path, out: str) -> list[str]:
     return [
         f"target.path={zoo / 'target'}", "target.dtype=float32", "prompts=jsonl", "sampling=temperature_1",
-        f"prompts.path={zoo / 'prompts.jsonl'}", "proposer=ngram", "max_new_tokens=48", "warmup=0", "threads=1",
-        f"output_dir={out}",
+        f"prompts.path={zoo / 'prompts.jsonl'}", "proposer=ngram", "proposer.depth=3", "max_new_tokens=48",
+        "warmup=0", "threads=1", f"output_dir={out}",
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from spec_lab.verify import Gumbel, Token
 from tests import checkpoints
 
 SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "output_dir=here"]
-NGRAM = [*SHORT, "proposer=ngram"]
+NGRAM = [*SHORT, "proposer=ngram", "proposer.depth=3"]
 
 
 @pytest.fixture(autouse=True, scope="module")
