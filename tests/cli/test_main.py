@@ -127,12 +127,20 @@ SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
         if file.parent.name == "constraint"
     ],
 )
-def test_every_constraint_can_be_named_on_the_command_line(cli, tiny, file):
+def test_every_constraint_can_be_named_on_the_command_line(cli, file):
     given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
     prompts = "prompts=json" if file.stem == "records" else "prompts=code"
     heal = "token_healing=false"
-    command = [*given, prompts, heal, tiny[0], "proposer=ngram", "proposer.depth=3", "prompts.limit=1", "warmup=0"]
-    code, _, errors = cli(*command, "max_new_tokens=2", "baseline=false", "output_dir=here")
+    command = [
+        *given,
+        prompts,
+        heal,
+        f"target.path={zoo('target')}",
+        "proposer=ngram",
+        "proposer.depth=3",
+        "prompts.limit=1",
+    ]
+    code, _, errors = cli(*command, "max_new_tokens=2", "warmup=0", "baseline=false", "output_dir=here")
     assert code == 0, errors
 
 

@@ -258,6 +258,7 @@ def reference(target, drawn, text, path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(3)
 def test_a_layout_drafts_what_the_reference_of_its_head_drafts(target, tmp_path, caplog, name):
     head = CASES[name]
     proposer = eagle.load(
