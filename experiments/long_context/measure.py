@@ -20,10 +20,10 @@ from scripts.zoo import corpus, prompts
 ARMS: dict[str, runs.Arm] = {
     "streaming_llm": ("sparse_kv", {}),
     "snapkv": ("sparse_kv", {"selection": "snapkv"}),
-    "triforce": ("triforce", {}),
-    "ngram": ("ngram", {}),
+    "triforce": ("triforce", {"inner.depth": 5}),
+    "ngram": ("ngram", {"depth": 5}),
 }
-"""By name. The n-gram proposer drafts alone, and within TriForce."""
+"""By name. The n-gram proposer drafts alone, and within TriForce; its depth is the same at all contexts."""
 
 LENGTHS = (512, 2048, 4096, 7936)
 """Tokens of the prompts: the longest leaves 256 of SmolLM2's context."""
