@@ -101,6 +101,7 @@ DECLARED = {
     "forced_nodes": COUNT,
     "target_cells": COUNT,
     "shared_store": TEXT,
+    "text_only": FLAG,
     "why_not_stopped": TEXT_OR_NONE,
     "part_names": TEXTS,
     "facts": FACTS,
@@ -199,6 +200,13 @@ class Proposer(Part):
         temperature above 0 they may differ when other requests are decoded with it.
         """
         return ""
+
+    @default
+    def text_only(self) -> bool:
+        """Whether its draft distribution after a text follows from that text alone, wherever the step began, as a draft
+        model's does; replay then follows its steps along recorded texts.
+        """
+        return False
 
     @default
     def sha256(self) -> str | None:

@@ -113,6 +113,11 @@ class Adaptive(Hybrid):
         return self.proposer.requires
 
     @property
+    def text_only(self) -> bool:
+        """As the proposer's."""
+        return self.proposer.text_only
+
+    @property
     def shared_store(self) -> str:
         """The proposer's and the policy's."""
         return "; ".join(part.shared_store for part in (self.proposer, self.policy) if part.shared_store)

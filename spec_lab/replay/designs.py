@@ -16,8 +16,9 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,13 @@ RESAMPLES = 1999
 
 
 def verifier_of(text: str) -> Verifier:
-    """Read a verifier, as "token" or "typical:epsilon=0.2,delta=0.4".
+    """Read a verifier, as "token", "typical:epsilon=0.2,delta=0.4" or "my_package.Mine:epsilon=0.2".
 
     Raises:
         ValueError: an unknown name or option, or a wrong value.
     """
     name, _, given = text.partition(":")
-    if name not in VERIFIERS:
-        raise ValueError(f"replay has no verifier {brief(name)}; it has {', '.join(VERIFIERS)}")
+    make = VERIFIERS.get(name) or _class(name)
     options: dict[str, Any] = {"lenience": 0.8} if name == "lenient" else {}
     for option in filter(None, given.split(",")):
         key, _, value = option.partition("=")
@@ -56,9 +56,35 @@ def verifier_of(text: str) -> Verifier:
             except ValueError:
                 options[key] = value
     try:
-        return VERIFIERS[name](**options)
+        made = make(**options)
     except TypeError:
         raise ValueError(f"verifier '{name}' has no option {', '.join(map(brief, options)) or given}") from None
+    if not isinstance(made, Verifier):
+        raise ValueError(f"{name} makes no spec_lab.verify.Verifier but {type(made).__name__}: name its class")
+    return made
+
+
+def _class(path: str) -> Callable[..., Any]:
+    """Return the class of a verifier of one's own, by its import path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(
+            f"replay has no verifier {brief(path)}; it has {', '.join(VERIFIERS)}, and classes by their import path"
+        )
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the verifier {brief(path)} cannot be imported ({error}): install its package, or add its folder to "
+            "PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{path} is no class of a verifier but {brief(found)}")
+    return found
 
 
 @dataclass(frozen=True)

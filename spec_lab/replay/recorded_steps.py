@@ -6,10 +6,10 @@ recorded run's steps began. A design's own steps begin elsewhere; ``steps_along_
 
 Where tokens are not recorded, two completions of each row (``pseudo_tokens``) bound the acceptance of each of its
 children. For ``token``, ``lenient`` and ``kseq`` the value of a tree is linear in each of them, so that the least and
-the largest follow from the leaves up, whatever the completion: the interval is a proof (``INTERVALS``). ``match`` and
-``relaxed`` read recorded tokens only; ``typical`` reads the entropy, whose least and largest value are known. For
-``traversal`` it is a proof on chains; on trees it is the spread of the two completions, no bound, and so is any value
-at another temperature on trees. The column ``bound_kind`` states which. ``cascade`` requires whole rows.
+the largest follow from the leaves up, whatever the completion: the interval is a proof (``Replayed.in_turn``).
+``match`` and ``relaxed`` read recorded tokens only; ``typical`` reads the entropy, whose least and largest value are
+known. For ``traversal`` it is a proof on chains; on trees it is the spread of the two completions, no bound, and so is
+any value at another temperature on trees. The column ``bound_kind`` states which. ``cascade`` requires whole rows.
 
 Other draft temperatures, of sampled static trees, are estimated: each step has the weight with which the recorded
 tokens would have been drawn, prod q'(c) / q(c), and tau is self-normalised, sum w (1 + E) / sum w: an estimate, even of
@@ -32,27 +32,7 @@ from spec_lab.replay import pseudo_tokens
 from spec_lab.replay.pseudo_tokens import PSEUDO, Reduced
 from spec_lab.replay.recorded_trees import NeedsModel, RecordedTrees
 from spec_lab.replay.subtrees import Subtree, check_not_cut
-from spec_lab.verify import (
-    Cascade,
-    Gumbel,
-    KSeq,
-    Lenient,
-    Match,
-    Relaxed,
-    Token,
-    Traversal,
-    Typical,
-    Verifier,
-    misfit,
-)
-
-TOP_DOWN = (Token, Match, Lenient, Cascade)
-"""Verifiers with which the probability that a node is accepted does not depend on later siblings and on what is below:
-one verdict holds for all subtrees."""
-
-INTERVALS = (Token, Lenient, KSeq, Match)
-"""Verifiers that try children in drawing order and take the first that they accept: see ``extremes``."""
-
+from spec_lab.verify import Match, Relaxed, Token, Typical, Verifier, misfit
 
 KINDS = ("exact", "proved", "estimate", "spread")
 """How well the variants of sums are known, best first: "exact" (one), "proved" (the value lies between them),
@@ -115,8 +95,8 @@ def check(trees: RecordedTrees, verifier: Verifier) -> None:
     Raises:
         NeedsModel: it does not support how they were drawn, or reads what is not recorded.
     """
-    if isinstance(verifier, Gumbel):
-        raise NeedsModel("verifier 'gumbel' reads the noise of the draft's race, which is not recorded")
+    if verifier.accepts == {"gumbel"}:
+        raise NeedsModel(f"verifier '{verifier.name}' reads the noise of the draft's race, which is not recorded")
     if why := misfit(trees.arm, trees.ways or frozenset({"deterministic"}), verifier, trees.shape.branches):
         raise NeedsModel(why)
 
@@ -149,7 +129,7 @@ def summed(shape: Shape, stop: np.ndarray) -> np.ndarray:  # [R] -> [M]
 
 
 def reached(trees: RecordedTrees, verifier: Verifier, p: np.ndarray, q: np.ndarray) -> np.ndarray:  # [M]
-    """Return the probability that each node is accepted, by a verifier of ``TOP_DOWN``."""
+    """Return the probability that each node is accepted, by a verifier that is ``Replayed.top_down``."""
     return summed(trees.shape, np.asarray(verifier(as_draft(trees, q), torch.from_numpy(p)).stop))
 
 
@@ -314,21 +294,23 @@ class _Verdicts:
         known: bool,
     ) -> None:
         rest = bool((p.upper > 0).any())
-        if isinstance(verifier, Cascade) and (rest or (trees.rest[:, 1] > 0).any()):
-            raise NeedsModel("verifier 'cascade' compares whole rows; record with record_top of the vocabulary's size")
+        if verifier.replayed.whole_rows and (rest or (trees.rest[:, 1] > 0).any()):
+            raise NeedsModel(
+                f"verifier '{verifier.name}' reads whole rows (Verifier.replayed); record with record_top of the "
+                "vocabulary's size"
+            )
         if isinstance(verifier, Relaxed) and rest:
             both = [(_without_rest(p, verifier, trees), q) for _, q in both[:1]]
         if isinstance(verifier, Typical) and rest:
             both = [(full, q) for target, q in both for full in _with_entropy(target, trees)]
             verifier = _TypicalOfRest(verifier.epsilon, verifier.delta)
         self.trees, self.verifier, self.both = trees, verifier, both
-        self.proves = len(both) > 1 and isinstance(verifier, INTERVALS)
-        chains = not trees.shape.branches
-        proved = known if not chains else known or isinstance(verifier, Token | Match)
-        proved = proved and (chains or not isinstance(verifier, Traversal))
+        assumed, chains = verifier.replayed, not trees.shape.branches
+        self.proves = len(both) > 1 and assumed.in_turn
+        settled = known or (chains and isinstance(verifier, Token | Match))
+        proved = settled and (assumed.bounded == "always" or (chains and assumed.bounded == "chains"))
         self.kind = "exact" if len(both) == 1 else "proved" if proved else "spread"
-        top_down = isinstance(verifier, TOP_DOWN)
-        self.once = [reached(trees, verifier, *completion) for completion in both] if top_down else []
+        self.once = [reached(trees, verifier, *completion) for completion in both] if assumed.top_down else []
 
     def means(self, keep: np.ndarray) -> list[np.ndarray]:
         """Return the expected numbers of accepted tokens, ``[B]`` each, of the nodes marked in ``keep`` ``[M]``."""

@@ -41,8 +41,8 @@ from spec_lab.verify import (
     Verifier,
 )
 
-BY_PREFIX = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
-"""Proposers whose q follows from the text before a token alone, wherever the step began: a draft model's."""
+TEXT_ONLY = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")
+"""Names of proposers that are ``Proposer.text_only`` in manifests that do not state it."""
 
 DEPTH_POLICIES = ("fixed", "heuristic", "bandit", "goodput", "recorded")
 """Policies that read no q unless their facts state a rule; others, and those of other packages, are assumed to."""
@@ -174,9 +174,9 @@ class RecordedTrees:
         return self.sampling.temperature if temperature is None else float(temperature)
 
     @property
-    def by_prefix(self) -> bool:
-        """Whether q follows from the text before a token alone."""
-        return self.proposer.get("name") in BY_PREFIX
+    def text_only(self) -> bool:
+        """Whether q follows from the text before a token alone, wherever the step began (``Proposer.text_only``)."""
+        return bool(self.proposer.get("text_only", self.proposer.get("name") in TEXT_ONLY))
 
     @property
     def policy(self) -> str:

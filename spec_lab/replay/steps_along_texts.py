@@ -200,7 +200,7 @@ def evaluate(texts: TextRows, verifier: Verifier, rules: Sequence[tuple[float, R
         NeedsModel: what is not identified.
     """
     trees = texts.trees
-    if not trees.by_prefix:
+    if not trees.text_only:
         name = trees.proposer.get("name", trees.arm)
         raise NeedsModel(f"the q of proposer {brief(name)} depends on where its step began, not on the text alone")
     if not trees.expanded.any():

@@ -327,7 +327,8 @@ class Lab:
     def facts(self) -> dict[str, Any]:
         """Facts that the proposers report, such as the tree they chose, by the name of their arm."""
         return {
-            name: {"name": proposer.name, "drawn": proposer.drawn, **shared_store(proposer), **proposer.facts}
+            name: {"name": proposer.name, "drawn": proposer.drawn, "text_only": proposer.text_only}
+            | {**shared_store(proposer), **proposer.facts}
             for name, proposer in self.proposers().items()
         }
 

@@ -15,6 +15,7 @@ from spec_lab.verify.typical import Typical
 from spec_lab.verify.verdict import (
     Choice,
     Misfit,
+    Replayed,
     Verdict,
     Verifier,
     check_draft,
@@ -34,6 +35,7 @@ __all__ = [
     "Match",
     "Misfit",
     "Relaxed",
+    "Replayed",
     "Synthetic",
     "Token",
     "Traversal",

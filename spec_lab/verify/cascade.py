@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spec_lab.core.options import Share, check_fields
 from spec_lab.verify.aimed import Aimed, allowed
+from spec_lab.verify.verdict import Replayed
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Cascade(Aimed):
 
     name = "cascade"
     lossless = False
+    replayed = Replayed(top_down=True)
 
     def __post_init__(self) -> None:
         check_fields(self)

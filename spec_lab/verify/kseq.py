@@ -12,7 +12,7 @@ from spec_lab.core.draft import Draft
 from spec_lab.verify.arrays import Array, Arrays, parts, view
 from spec_lab.verify.match import walk
 from spec_lab.verify.siblings import TINY, Siblings
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.verdict import Replayed, Verdict, Verifier
 
 CHUNK = 2**16  # numbers in one temporary of a sum: several of them stay in a cache
 
@@ -31,6 +31,7 @@ class KSeq(Verifier):
     name = "kseq"
     accepts = frozenset({"iid"})
     lossless = True
+    replayed = Replayed(whole_rows=False, in_turn=True, bounded="always")
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.

@@ -12,7 +12,7 @@ from spec_lab.core.options import Number, check_fields
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import recursive_rejection
 from spec_lab.verify.siblings import EVERY_DRAW
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.verdict import Replayed, Verdict, Verifier
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Lenient(Verifier):
     name = "lenient"
     accepts = EVERY_DRAW
     accepts_mixed = True
+    replayed = Replayed(whole_rows=False, top_down=True, in_turn=True, bounded="always")
 
     def __post_init__(self) -> None:
         check_fields(self)

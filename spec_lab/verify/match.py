@@ -11,7 +11,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.shape import Shape
 from spec_lab.verify.arrays import Array, Arrays, rows_of, view, zeroed_
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, check_rows
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.verdict import Replayed, Verdict, Verifier
 
 ANY_DRAW: frozenset[Drawn] = EVERY_DRAW | {"gumbel"}  # its choices are fresh: a race's noise is left alone
 
@@ -28,6 +28,7 @@ class Match(Verifier):
     accepts_mixed = True
     follows_argmax = True
     lossless = True
+    replayed = Replayed(whole_rows=False, top_down=True, in_turn=True, bounded="always")
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """Return the distribution of the descent for ``p`` ``[R, V]``; only M numbers of it are read here.

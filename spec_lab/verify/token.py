@@ -10,7 +10,7 @@ from spec_lab.core.draft import Draft
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import recursive_rejection
 from spec_lab.verify.siblings import EVERY_DRAW
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.verdict import Replayed, Verdict, Verifier
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Token(Verifier):
     accepts_mixed = True
     follows_argmax = True
     lossless = True
+    replayed = Replayed(whole_rows=False, top_down=True, in_turn=True, bounded="always")
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.

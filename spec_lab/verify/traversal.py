@@ -13,7 +13,7 @@ from spec_lab.verify.arrays import Arrays
 from spec_lab.verify.match import walk
 from spec_lab.verify.rejection import Rejection
 from spec_lab.verify.siblings import EVERY_DRAW, TINY
-from spec_lab.verify.verdict import Verdict, Verifier
+from spec_lab.verify.verdict import Replayed, Verdict, Verifier
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Traversal(Verifier):
     accepts_mixed = True
     follows_argmax = True
     lossless = True
+    replayed = Replayed(whole_rows=False, bounded="chains")
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spec_lab.core.options import Share, check_fields
 from spec_lab.verify.longest_path import LongestPath
+from spec_lab.verify.verdict import Replayed
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Typical(LongestPath):
     delta: Share = 0.3
 
     name = "typical"
+    replayed = Replayed(whole_rows=False, bounded="always")  # replay completes its rows
     strictly = True
 
     def __post_init__(self) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spec_lab.core.draft import SOME_WAYS, Draft, Drawn
-from spec_lab.core.protocols import FACTS, FLAG, TEXT, Part, default
+from spec_lab.core.protocols import FACTS, FLAG, TEXT, Declared, Part, default
 from spec_lab.core.randomness import Draws, Key, Purpose, upload_keys
 from spec_lab.core.shape import Shape
 from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
@@ -67,6 +67,26 @@ def in_trees(values: Array, grid: Array) -> Array:  # [R], [B, L] -> [B, L]
     return padded[grid]
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """Assumptions that hold for a verifier on recorded rows, of which some tokens are known by their mass only.
+
+    Args:
+        whole_rows: whether tokens that no node holds matter one by one, as in an entropy or a rank, not only by sums
+            over tokens of a function of their p and q.
+        top_down: whether the probability that a node is accepted depends neither on later siblings nor on what is below
+            it, so that one verdict holds for all smaller trees.
+        in_turn: whether the children of a row are tried in drawing order and the first that is accepted is taken.
+        bounded: where what the two extreme completions of unrecorded tokens give bounds what every completion gives:
+            never, on chains, or always.
+    """
+
+    whole_rows: bool = True
+    top_down: bool = False
+    in_turn: bool = False
+    bounded: Literal["never", "chains", "always"] = "never"
+
+
 DECLARED = {
     "name": TEXT,
     "accepts": SOME_WAYS,
@@ -75,6 +95,7 @@ DECLARED = {
     "accepts_mixed": FLAG,
     "chains_only": FLAG,
     "follows_argmax": FLAG,
+    "replayed": Declared("spec_lab.verify.Replayed", lambda value: isinstance(value, Replayed)),
     "facts": FACTS,
 }
 """The checks of a verifier's attributes."""
@@ -112,6 +133,11 @@ class Verifier(Part):
     def follows_argmax(self) -> bool:
         """Whether at temperature 0 it follows the arg max as ``match.greedy_path``, all nodes being deterministic."""
         return False
+
+    @default
+    def replayed(self) -> Replayed:
+        """Assumptions that ``spec-lab replay`` may make; the default makes none and requires whole rows."""
+        return Replayed()
 
     @abstractmethod
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

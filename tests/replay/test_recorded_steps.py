@@ -29,7 +29,18 @@ from spec_lab.replay.designs import (
 from spec_lab.replay.recorded_trees import NeedsModel
 from spec_lab.replay.replay_tables import print_table
 from spec_lab.replay.subtrees import Subtree
-from spec_lab.verify import Cascade, KSeq, Lenient, Match, Relaxed, Token, Traversal, Typical
+from spec_lab.verify import (
+    Cascade,
+    KSeq,
+    Lenient,
+    Match,
+    Relaxed,
+    Replayed,
+    Token,
+    Traversal,
+    Typical,
+    Verifier,
+)
 from tests.propose.lab import WARM
 from tests.replay.recorded import by_hand, decoded, without_nodes
 
@@ -234,6 +245,47 @@ def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     assert verifier_of("typical:epsilon=0.2,delta=0.4") == Typical(0.2, 0.4)
     with pytest.raises(ValueError, match="no option 'epsilon'"):
         verifier_of("token:epsilon=0.2")
+
+
+class Mine(Verifier):
+    """A verifier of a user's own: token verification under another name."""
+
+    name = "mine"
+    accepts = Token.accepts
+    lossless = True
+
+    def __init__(self, top_down: bool | None = None) -> None:
+        if top_down is not None:
+            self.replayed = Replayed(whole_rows=False, top_down=top_down)
+
+    def __call__(self, draft, p):
+        return Token()(draft, p)
+
+
+def test_a_verifier_of_one_s_own_is_replayed_as_far_as_it_declares():
+    draft, p = drawn_tree(np.random.default_rng(0), "iid", "3x1")
+    path, subtrees = f"{__name__}.Mine", [Subtree(), Subtree(children=1)]
+    whole, some = by_hand(draft, p.numpy()), by_hand(draft, p.numpy(), top=4)
+    assert isinstance(verifier_of(path), Mine)
+    for verifier in (Mine(), Mine(top_down=False), Mine(top_down=True)):
+        for own, known in zip(
+            *(recorded_steps.evaluate(whole, each, subtrees) for each in (verifier, Token())), strict=True
+        ):
+            assert own.kind == "exact" and own.tokens == pytest.approx(known.tokens)
+    refused, _ = recorded_steps.evaluate(some, Mine(), subtrees)
+    assert isinstance(refused, NeedsModel) and "verifier 'mine' reads whole rows (Verifier.replayed)" in str(refused)
+    sums, _ = recorded_steps.evaluate(some, Mine(top_down=True), subtrees)
+    assert sums.kind == "spread", "it declares no bound"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("no_such_package.Mine", "cannot be imported"), (f"{__name__}.Yours", "cannot be imported"),
+     (f"{__name__}.ALL", "is no class of a verifier"), ("collections.OrderedDict", "makes no spec_lab.verify")],
+)  # fmt: skip
+def test_a_path_that_names_no_verifier_is_refused(path, why):
+    with pytest.raises(ValueError, match=why):
+        verifier_of(path)
 
 
 def test_a_subtree_is_closed_under_parents_and_earlier_siblings():

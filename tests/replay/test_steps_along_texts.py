@@ -210,6 +210,7 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         (Token(), {"verifier": RunVerifier("lenient", False)}, chain, "those of the lossy verifier 'lenient'"),
         (Token(), {"verifier": RunVerifier("mine.Own", None)}, chain, "not known whether verifier 'mine.Own'"),
         (Token(), {"proposer": {"name": "eagle_chain"}}, chain, "depends on where its step began"),
+        (Token(), {"proposer": trees.proposer | {"text_only": False}}, chain, "depends on where its step began"),
         (Token(), {}, [(1.0, Rule(parse("1x1"), "without_replacement"))], "siblings drawn 'without_replacement'"),
     ):
         with pytest.raises(NeedsModel, match=why):
@@ -221,6 +222,13 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
         evaluate_deterministic(TextRows.of(replace(points, verifier=RunVerifier("lenient", False))), Token(), Subtree())
     with pytest.raises(NeedsModel, match="texts are not known"):
         TextRows.of(replace(trees, texts={}))
+
+
+def test_a_proposer_of_one_s_own_that_reads_the_text_only_is_followed(target):
+    trees, _ = decoded(target)
+    own = replace(trees, proposer={**trees.proposer, "name": "mine", "text_only": True})
+    sums, known = (evaluate(TextRows.of(each), Token(), [(1.0, Rule(parse("1x1")))]) for each in (own, trees))
+    assert sums.steps == pytest.approx(known.steps)
 
 
 UNSEEN = [0.05, 0.05, 0.05, 0.3, 0.3, 0.25]  # the likeliest tokens are not among three that are recorded

@@ -50,6 +50,8 @@ class DraftModel(CachedDrafter):
         vocabularies: between the target's tokens and the draft's; None if they are the same.
     """
 
+    text_only = True
+
     def __init__(
         self,
         lm: DraftRunner,
