@@ -103,6 +103,8 @@ class Draft:
         late: of a draft that nobody has looked at; no node of it can be left out. None elsewhere.
         predict: computes, for records, the drafter's own prediction for each node of this draft or a part of it: the
             probability ``[M]`` that it is accepted if its parent is. None of a drafter that predicts nothing.
+        measured: ``[R]`` what a policy measures at each row before its children are drawn (``Batch.measure``), NaN at
+            rows from which nothing was drawn; None where nothing is measured.
     """
 
     shape: Shape
@@ -117,6 +119,7 @@ class Draft:
     limits: Sequence[Limit] = ()
     late: Late | None = None
     predict: Callable[[Draft], Tensor] | None = None
+    measured: np.ndarray | None = None  # [R]
 
     def __post_init__(self) -> None:
         if self.token.numel() != self.shape.nodes:
@@ -231,9 +234,11 @@ class Draft:
         if not isinstance(drawn, str):
             drawn = drawn[kept]
             noise = noise if GUMBEL in drawn else None
+        measured = None if self.measured is None else self.measured[both]
         kept_draft = replace(
-            self, shape=smaller, token=token, drawn=drawn, q_row=q_row, noise=noise, computed_only=extra
-        )
+            self, shape=smaller, token=token, drawn=drawn, q_row=q_row, noise=noise, computed_only=extra,
+            measured=measured,
+        )  # fmt: skip
         return kept_draft, both
 
 

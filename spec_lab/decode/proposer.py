@@ -104,6 +104,7 @@ DECLARED = {
     "text_only": FLAG,
     "why_not_stopped": TEXT_OR_NONE,
     "part_names": TEXTS,
+    "predicts": FLAG,
     "facts": FACTS,
     "reading": Declared("spec_lab.core.reading.Reading", lambda value: isinstance(value, Reading)),
     "sha256": TEXT_OR_NONE,
@@ -193,6 +194,11 @@ class Proposer(Part):
         return ()
 
     @default
+    def predicts(self) -> bool:
+        """Whether its drafts state what it predicts of their own acceptance (``Draft.predict``)."""
+        return False
+
+    @default
     def shared_store(self) -> str:
         """State that requests share, in a few words; empty where drafts follow from their own text only.
 
@@ -244,6 +250,14 @@ class Proposer(Part):
             tree: the shape to draft, for proposers that have a static one: nodes as paths of child ranks.
         """
         return self
+
+    def toy_of_batch(self, target: Target, draft: DraftRunner, tree: tuple[tuple[int, ...], ...]) -> Proposer:
+        """Return the toy for several requests that are decoded together, where what they share matters.
+
+        Args:
+            target, draft, tree: as in ``toy``.
+        """
+        return self.toy(target, draft, tree)
 
     # Life cycle
 

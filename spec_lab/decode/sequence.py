@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -143,6 +143,8 @@ class Batch:
         read: reads tensors on the host, once for each level that is drafted.
         limits: ``[B]`` what a policy allows; empty without one.
         stop: the policy's rule that stops drafts early, with the thresholds of ``limits``; None without one.
+        measure: what a policy measures at each row before its children are drawn, ``[n]`` from draft probabilities
+            ``[n, V]`` at temperature 1 below what a constraint allows; kept as ``Draft.measured``. None for nothing.
         deferred: whether a draft may stay on the device until the step reads its tokens (``Draft.late``).
     """
 
@@ -154,6 +156,7 @@ class Batch:
     read: Readback = field(default_factory=Readback)
     limits: Sequence[Limit] = ()
     stop: StopRule | None = None
+    measure: Callable[[torch.Tensor], torch.Tensor] | None = None
     deferred: bool = False
 
     @property

@@ -137,6 +137,10 @@ class Adaptive(Hybrid):
         """See ``Proposer``. Outcomes are enumerated side by side: they share nothing."""
         return Adaptive(self.toy_parts(target, draft, tree), self.policy.toy())
 
+    def toy_of_batch(self, target: Target, draft: DraftRunner, tree: Choices) -> Adaptive:
+        """See ``Proposer``."""
+        return Adaptive(self.toy_parts(target, draft, tree), self.policy.toy_of_batch())
+
     def init(self, request: Request, record: Any = None) -> PartStates:
         """See ``Proposer``."""
         with attributed("policy", self.policy):
@@ -183,8 +187,12 @@ class Adaptive(Hybrid):
             for sequence, decided, limit in zip(batch.sequences, decisions, limits, strict=True):
                 decided.last = DraftOutcome(decided.state, limit, 0, 0, 0, live, len(sequence.tokens))
             return self._nothing(tuple(limits), batch.device)
-        inner = replace(self.view(batch, 0), limits=limits, stop=self.policy.stop)
+        inner = replace(self.view(batch, 0), limits=limits, stop=self.policy.stop, measure=self.policy.measure)
         draft = self.proposer.propose(inner).cut_nodes(inner.room())
+        with attributed("policy", self.policy):
+            admitted = self.policy.admit(batch, [decided.state for decided in decisions], draft)
+        if admitted is not None and not admitted.all():
+            draft, _ = draft.keep(admitted)
         deepest = np.zeros(live, dtype=np.int64)
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
         every = zip(batch.sequences, decisions, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)
@@ -198,8 +206,8 @@ class Adaptive(Hybrid):
         for observation in observed:
             decided: Decided = observation.sequence.state.own
             if decided.last is not None:
-                accepted = len(observation.accepted)
-                outcomes.append(replace(decided.last, accepted=accepted) if accepted else decided.last)
+                path = observation.accepted
+                outcomes.append(replace(decided.last, accepted=len(path), path=path) if path else decided.last)
                 decided.last = None
         if outcomes:
             with attributed("policy", self.policy):

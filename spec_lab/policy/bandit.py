@@ -186,6 +186,10 @@ class Bandit(Policy):
         costs = dict.fromkeys(self.costs, toys.COSTS)
         return replace(self, scope="request", arms=arms, costs=costs, shared=Rewards.none(len(arms)))
 
+    def toy_of_batch(self) -> Bandit:
+        """See ``Policy``."""
+        return replace(self.toy(), scope="run")
+
     def init(self, request: Request) -> Rewards:
         """See ``Policy``."""
         return Rewards.none(len(self.arms))

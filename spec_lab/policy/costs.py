@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.models.target import Target
 from spec_lab.policy.adaptive import Adaptive
 from spec_lab.policy.depths import FixedDepth
+from spec_lab.policy.policy import Policy
 from spec_lab.propose.calibrate import conditions, context_of, visits
 from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.step_costs import StepCosts, measure
@@ -152,6 +153,7 @@ def draft_costs(
     timing: Timing,
     part: str = "",
     depths: Sequence[int] = DEPTHS,
+    policy: Callable[[int], Policy] | None = None,
 ) -> DraftCosts:
     """Measure steps of a proposer that drafts no, one, two, ... ``depth`` levels.
 
@@ -164,14 +166,20 @@ def draft_costs(
         timing: how.
         part: that drafts, of a proposer that chooses one of several.
         depths: that are timed, besides the largest one.
+        policy: whose steps are timed, by what stands in place of a depth; None: drafts of that depth.
     """
     sizes = [*(k for k in depths if k < depth), depth]
     sampling = Sampling(timing.temperature or 0.0)
     stop = None if proposer.why_not_stopped is None else Confidence()  # at the threshold 0: never
     parts = {proposer.name: proposer}
-    limited: dict[int, Proposer] = {k: Adaptive(parts, FixedDepth(k, part, stop=stop)) for k in sizes}
+    policies = {k: FixedDepth(k, part, stop=stop) if policy is None else policy(k) for k in sizes}
+    limited: dict[int, Proposer] = {k: Adaptive(parts, policies[k]) for k in sizes}
     drafter = drafter_of(proposer) | {"part": part}
+    if policy is not None:
+        drafter["policy"] = policies[depth].name
     cache = CostCache(default_folder() if timing.cache is None else Path(timing.cache))
+    whole = policy is not None  # the draft is whole whatever its rows, so that all sizes are timed if one is worth it
+    expected = {k: (depth if whole and k else k) + 1.0 for k in sizes}
     seconds: dict[int, dict[int, Mapping[int, float]]] = {}
     contexts = sorted({context_of(target, context) for context in timing.contexts})
     for context, live in product(contexts, sorted({1, timing.batch_size})):
@@ -186,7 +194,7 @@ def draft_costs(
             )  # fmt: skip
             threads = torch.get_num_threads() if target.lm.device.type == "cpu" else 1
             with visits(target, limited, live, sampling, PERIOD, context) as visit:
-                return measure(visit, {k: k + 1.0 for k in sizes}, threads=threads)
+                return measure(visit, expected, threads=threads)
 
         costs = cache.costs({**under, "period": PERIOD}, sizes, timed, timing.recalibrate)
         if not costs.steady:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import Number, Whole, WrongOption, checked
+from spec_lab.core.options import Count, Number, Whole, WrongOption, accept, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
@@ -23,33 +23,53 @@ class FixedDepth(Policy):
     Args:
         depth: 0 drafts nothing.
         part_name: of a proposer that chooses one of several, the one that drafts; empty: it chooses itself.
+        per_batch_size: depths by the number of sequences from which on they hold, in place of ``depth``
+            (vLLM's ``num_speculative_tokens_per_batch_size``). The number is known before anything is drawn.
     """
 
     depth: int
     part_name: str = ""
+    per_batch_size: Mapping[int, int] = field(default_factory=dict)
     name: str = "fixed"
     stop: StopRule | None = None
 
     @staticmethod
     @checked
     def load(
-        target: Target, proposer: Proposer, depth: Annotated[int, Whole(0, MAX_DEPTH)], part: str = ""
+        target: Target,
+        proposer: Proposer,
+        depth: Annotated[int, Whole(0, MAX_DEPTH)],
+        part: str = "",
+        per_batch_size: Mapping[int, Annotated[int, Whole(0, MAX_DEPTH)]] | None = None,
     ) -> FixedDepth:
         """Check the options.
 
         Args:
             depth: levels; 0 drafts nothing.
             part: of proposer=best_of, the part that drafts; empty: it chooses itself.
+            per_batch_size: depths by the number of sequences decoded together, such as {4:3,16:1}: 3 levels from 4
+                sequences on, 1 from 16 on, fewer have depth; None: depth for all.
 
         Raises:
             ValueError: a wrong one; names it.
         """
-        return FixedDepth(depth, part)
+        table = per_batch_size or {}
+        for size in table:
+            accept("per_batch_size: a number of sequences", size, Count)
+        return FixedDepth(depth, part, dict(sorted(table.items())))
 
     @property
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
-        return {"depth": self.depth, "part": self.part_name}
+        facts: dict[str, Any] = {"depth": self.depth, "part": self.part_name}
+        if self.per_batch_size:
+            facts["per_batch_size"] = {str(size): depth for size, depth in self.per_batch_size.items()}
+        return facts
+
+    @property
+    def shared_store(self) -> str:
+        """See ``Policy``."""
+        return "the number of sequences" if self.per_batch_size else ""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -58,11 +78,18 @@ class FixedDepth(Policy):
 
     def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
         """See ``Policy``."""
-        return [Limit(self.depth, part=self.part_name)] * len(states)
+        sizes = [size for size in self.per_batch_size if size <= len(states)]
+        depth = self.per_batch_size[max(sizes)] if sizes else self.depth
+        return [Limit(depth, part=self.part_name)] * len(states)
 
     def toy(self) -> FixedDepth:
         """See ``Policy``. Two levels at most: toys have trees of three."""
-        return replace(self, depth=min(self.depth, 2))
+        return replace(self, depth=min(self.depth, 2), per_batch_size={})
+
+    def toy_of_batch(self) -> FixedDepth:
+        """See ``Policy``. One level less where two sequences are decoded together."""
+        toy = self.toy()
+        return replace(toy, per_batch_size={2: max(0, toy.depth - 1)}) if self.per_batch_size else toy
 
 
 @dataclass

@@ -109,6 +109,10 @@ class GainOverCost(Policy):
         costs = DraftCosts({1: {1: {0: 1.0, 1: 2.0}}})
         return replace(self, scope="request", costs=costs, nodes=toys.DEPTH, shared=Rate(), scale=0.55)
 
+    def toy_of_batch(self) -> GainOverCost:
+        """See ``Policy``."""
+        return replace(self.toy(), scope="run")
+
     def init(self, request: Request) -> Rate:
         """See ``Policy``."""
         return Rate()

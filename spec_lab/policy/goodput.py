@@ -139,6 +139,10 @@ class Goodput(Policy):
             weight=0.5, share=0.0375, threshold=0.0 if self.stop is None else toys.threshold(self.stop),
         )  # fmt: skip
 
+    def toy_of_batch(self) -> Goodput:
+        """See ``Policy``."""
+        return replace(self.toy(), scope="run")
+
     def init(self, request: Request) -> Levels:
         """See ``Policy``."""
         self.shared.trial.shorten(REQUEST_WAIT)

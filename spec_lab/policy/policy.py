@@ -8,10 +8,14 @@ tokens without leaving out a drawn one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from spec_lab.core.draft import Draft
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.protocols import FACTS, TEXT, TEXTS, Declared, Part, default
 from spec_lab.core.request import Request
@@ -29,6 +33,7 @@ class DraftOutcome:
         accepted: accepted nodes that were kept.
         live: sequences of the step.
         context: tokens of the sequence before it.
+        path: the accepted nodes that were kept, numbered within the sequence's tree from 0.
     """
 
     state: Any
@@ -38,6 +43,7 @@ class DraftOutcome:
     accepted: int
     live: int
     context: int = 0
+    path: Sequence[int] = ()
 
 
 def _is_rule(value: Any) -> bool:
@@ -50,6 +56,7 @@ def _is_rule(value: Any) -> bool:
 DECLARED = {
     "name": TEXT,
     "stop": Declared("None or a StopRule (spec_lab.core.limit)", _is_rule),
+    "measure": Declared("None or a function of draft probabilities", lambda value: value is None or callable(value)),
     "parts": TEXTS,
     "shared_store": TEXT,
     "facts": FACTS,
@@ -66,6 +73,11 @@ class Policy(Part):
     @default
     def stop(self) -> StopRule | None:
         """The rule that stops drafts at ``Limit.threshold``; None: drafts end at their depth only."""
+        return None
+
+    @default
+    def measure(self) -> Callable[[Tensor], Tensor] | None:
+        """What ``admit`` reads of each row of a draft, see ``Batch.measure``; None for nothing."""
         return None
 
     @default
@@ -88,6 +100,19 @@ class Policy(Part):
     def decide(self, batch: Batch, states: Sequence[Any]) -> Sequence[Limit]:
         """Return a limit for each sequence ``[B]``, given the policy's states of them."""
 
+    def admit(self, batch: Batch, states: Sequence[Any], draft: Draft) -> np.ndarray | None:
+        """Return the rows ``[R]`` of a draft that the target verifies, roots included, as bool; None for all.
+
+        Lossless only where it is known before a token is drawn whether its node is admitted: from earlier steps, and
+        from rows above it or in other trees that are admitted before it. Deterministic nodes may be left out for any
+        reason.
+
+        Args:
+            batch, states: as in ``decide``.
+            draft: with ``Draft.measured`` where there is a ``measure``.
+        """
+        return None
+
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn what came of the last decisions; once for each step."""
 
@@ -96,3 +121,9 @@ class Policy(Part):
         enumerated, with values that cut some drafts of the toys and leave others whole (``policy.toys``).
         """
         return self
+
+    def toy_of_batch(self) -> Policy:
+        """Return the same policy for several toy requests that are decoded together: it decides as in a run, where that
+        depends on all of them.
+        """
+        return self.toy()

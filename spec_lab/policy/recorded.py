@@ -66,11 +66,16 @@ class RecordedPolicy(Policy):
         rows = steps[steps["arm"] == arm]
         if "policy" not in rows or rows.empty or rows["policy"].isna().any():
             raise WrongOption(f"path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
+        policy = manifest["proposers"].get(arm, {}).get("policy")
+        if isinstance(policy, Mapping) and policy.get("name") == "batch_budget":
+            raise WrongOption(
+                f"path={path} was run with policy=batch_budget, which verifies a part of each draft: these rows are no "
+                "limits that can be repeated; name a run with another policy"
+            )
         if (rows["parent_sequence"] >= 0).any():
             raise WrongOption(f"path={path} has forks, whose decisions cannot be repeated")
         ordered = rows.sort_values(["group", "forward"])
         limits = {int(n): [Limit.parse(text) for text in each] for n, each in ordered.groupby("request")["policy"]}
-        policy = manifest["proposers"].get(arm, {}).get("policy")
         rule = rule_of(policy if isinstance(policy, Mapping) else {})
         asked = tables.requests[tables.requests["arm"] == arm]
         prompts = {

@@ -20,6 +20,9 @@ DEPTH = 3
 COSTS = DraftCosts({1: {1: {0: 1.0, 1: 1.3, 2: 1.6, 3: 1.9}}})
 """Seconds of a step by its levels: at an acceptance of 0.7 two levels are best, after a rejection none is."""
 
+STAIRCASE = DraftCosts({1: {1: {0: 1.0, 1: 1.2, 2: 1.4, 3: 2.1}, 2: {0: 1.0, 1: 1.5, 2: 2.1, 3: 2.9}}})
+"""Seconds of a step by the rows of each sequence that are verified, for one sequence and for two."""
+
 LIKELIEST = torch.linspace(0.5, 0.95, 10)
 ROWS = torch.stack([LIKELIEST, 1 - LIKELIEST], -1)
 """Draft probabilities that rules are tried on, ``[10, 2]``: toys whose loops are enumerated draft from two tokens."""

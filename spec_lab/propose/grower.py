@@ -88,6 +88,7 @@ class Grower(ABC):
         self.path = np.ones(shape.rows) if stop is not None and stop.rule.reads_path else None
         self.q: list[Tensor] = []
         self.noise: list[Tensor] = []
+        self.measured: list[tuple[np.ndarray, np.ndarray]] = []  # rows, and what a policy measures there
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
         self.histories = text_histories(batch.sequences, samplings, batch.target.vocabulary, batch.device)
 
@@ -141,6 +142,8 @@ class Grower(ABC):
             host = self._on_cpu(rows, computed, allowed, len(ranks))
         else:
             host = self._compute(rows, computed.logits, allowed, ranks)
+        if "measured" in host:
+            self.measured.append((rows, host["measured"]))
         fine, without, stopped = host.get("possible"), host.get("without"), host.get("stopped")
         if without is not None:
             self.broken |= dict.fromkeys(self.shape.root[rows[without]].tolist(), BROKEN)
@@ -165,16 +168,18 @@ class Grower(ABC):
         self, rows: np.ndarray, computed: Computed, allowed: np.ndarray | None, width: int
     ) -> dict[str, np.ndarray]:
         """Draw the likeliest tokens on the host. See ``likeliest_on_host``."""
-        array, probs = computed.array, list[Tensor]()
+        array, probs, measure = computed.array, list[Tensor](), self.batch.measure
         if array is None:
             array = computed.logits.to(probs_dtype(computed.logits.dtype)).numpy()
 
         def stops(logits: np.ndarray) -> np.ndarray:
             probs.append(torch.from_numpy(logits).softmax(-1))
-            return self._stopped(probs[0], rows).numpy()
+            return np.zeros(len(rows), bool) if self.stop is None else self._stopped(probs[0], rows).numpy()
 
         (array,) = self.batch.read(array)
-        host = likeliest_on_host(array, width, allowed, None if self.stop is None else stops)
+        host = likeliest_on_host(array, width, allowed, None if self.stop is None and measure is None else stops)
+        if measure is not None:
+            host["measured"] = measure(probs[0]).numpy()
         if self.path is not None:
             host["probability"] = np.take_along_axis(probs[0].numpy(), host["token"], 1)
         return host
@@ -208,9 +213,12 @@ class Grower(ABC):
             allowed = np.ones(scores.shape, dtype=bool) if allowed is None else allowed
         if allowed is not None:
             ask["possible"] = allow_(scores, allowed)
-        probs = None if self.stop is None else scores.softmax(-1)
-        if probs is not None:
+        measure = self.batch.measure
+        probs = None if self.stop is None and measure is None else scores.softmax(-1)
+        if probs is not None and self.stop is not None:
             ask["stopped"] = self._stopped(probs, rows)
+        if probs is not None and measure is not None:
+            ask["measured"] = measure(probs)
         if self.greedy and allowed is not None and not self.scored:
             ask["support"] = (scores > -torch.inf).sum(-1)
         if not self._keeps_logits:
@@ -261,21 +269,28 @@ class Grower(ABC):
             like: logits.
         """
         shape, token, q_row = self.shape, self.token, self.q_row
+        measured = None
+        if self.batch.measure is not None:
+            measured = np.full(shape.rows, np.nan)
+            for rows, values in self.measured:
+                measured[rows] = values
         if not self.live.all():
             shape, kept = shape.keep(self.live)
-            token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
+            both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
+            token, q_row = token[kept], q_row[both]
+            measured = None if measured is None else measured[both]
         self.kept = token
         (tokens,) = upload(self.batch.device, token)
         if self.drawn == "deterministic":
-            return Draft(shape, tokens, broken=self.broken)
+            return Draft(shape, tokens, broken=self.broken, measured=measured)
         nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))
         if self.one_hot:  # each row has one child at most, of which its q is certain
             q_row[shape.parent] = np.arange(shape.nodes)
             q = one_hot_(tokens, nothing.new_empty(shape.nodes, nothing.shape[1]))
-            return Draft(shape, tokens, self.drawn, q, q_row, broken=self.broken, one_hot=True)
+            return Draft(shape, tokens, self.drawn, q, q_row, broken=self.broken, one_hot=True, measured=measured)
         q = torch.cat(self.q) if self.q else nothing
         noise = None if self.drawn != "gumbel" else torch.cat(self.noise) if self.noise else nothing.double()
-        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken)
+        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken, measured=measured)
 
 
 def likeliest_on_host(

@@ -286,7 +286,7 @@ class TreePlan:
             batch, depths: as in ``draft``.
         """
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
-        if self.budget is not None or self.stop(batch) is not None:
+        if self.budget is not None or self.stop(batch) is not None or batch.measure is not None:
             return None
         if not DeviceLevels.fits(self.drawn, batch, self.branches, samplings):
             return None

@@ -15,6 +15,8 @@ from spec_lab.core.draft import empty
 from spec_lab.core.limit import Limit
 from spec_lab.policy.adaptive import Adaptive, adapt
 from spec_lab.policy.bandit import Bandit, Rewards
+from spec_lab.policy.batch_budget import BatchBudget
+from spec_lab.policy.confidence import OnlineConfidence
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth, Heuristic
 from spec_lab.policy.gain import GainOverCost, Rate
@@ -46,6 +48,8 @@ POLICIES = {
     "goodput": Goodput(COSTS, 8, Levels.none(8)),
     "goodput with svip": Goodput(COSTS, 8, Levels.none(8), stop=Svip(), threshold=0.99),
     "gain": GainOverCost(COSTS, 3, Rate()),
+    "batch budget": BatchBudget(COSTS, OnlineConfidence(16, 2)),
+    "batch budget by q": BatchBudget(COSTS, OnlineConfidence(16, 2), "q"),
     "recorded": RecordedPolicy({0: [Limit(4), Limit(4), Limit(5)]}),
     "recorded thresholds": RecordedPolicy({0: [Limit(None, 0.01)]}, stop=Confidence()),
 }

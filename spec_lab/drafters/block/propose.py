@@ -93,6 +93,11 @@ class BlockDrafter(TapDrafter):
         network, plan, sha256 = read_drafter(read, target, path, revision, tokens, options, BlockOptions)
         return BlockDrafter(network, target, plan, sha256)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it has a confidence head."""
+        return self.network.confidence_head is not None
+
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> BlockDrafter:
         """The same proposer with a random network and another tree. See ``Proposer``."""
         plan = self.plan.toy(tree)
@@ -149,5 +154,4 @@ class BlockDrafter(TapDrafter):
             token = torch.cat([roots.index_copy_(0, drafted, pending), draft.token]).index_select(0, above)
             return network.confidence(block.hidden.index_select(0, block_row), token)
 
-        predicts = network.confidence_head is not None
-        return Forwards(RowLogits.of(logits), expand, predict=predict if predicts else None)
+        return Forwards(RowLogits.of(logits), expand, predict=predict if self.predicts else None)

@@ -15,8 +15,9 @@ from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.enumeration import Continuous, Reused, TooMany, Unrepeatable
-from spec_lab.tasks.certify.exact import Finding, examine
-from spec_lab.tasks.certify.instances import PLAIN, QUICK, Instance, conditioned, constrained, every_instance
+from spec_lab.tasks.certify.exact import Finding
+from spec_lab.tasks.certify.instances import PLAIN, QUICK, TOGETHER, Instance, conditioned, constrained, every_instance
+from spec_lab.tasks.certify.together import examine
 from spec_lab.verify import Misfit, Token, Verdict, Verifier
 
 Tick = Callable[[int], object]
@@ -236,7 +237,8 @@ def in_short(proposer: Proposer, verifier: Verifier, distribution: str | None = 
     """
     more = {None: (), "local": constrained()[:3:2], "global": conditioned()[:3:2]}[distribution]
     try:
-        proof = prove(proposer, verifier, QUICK + more)
+        pairs = TOGETHER[:1] if proposer.shared_store else ()
+        proof = prove(proposer, verifier, QUICK + more + pairs)
     except ValueError as error:
         return {"certified": None, "certificate": {"missing": [str(error)]}}
     exact = grade(proof, verifier.lossless) == "exact"

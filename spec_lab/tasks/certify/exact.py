@@ -150,20 +150,21 @@ def toy_parts(
     tree = parse(instance.tree)
     longest = max(min(instance.tokens + depth_of(tree), MAX_TOKENS), len(instance.start) + MIN_TOKENS)
     target, draft = table_models(instance.toy, longest, dtype=dtype)
-    toy = _toy(proposer, target, draft, tree)
+    together = instance.requests > 1
+    toy = _toy(proposer, target, draft, tree, together)
     try:
         toy.check_sampling(sampling)
     except ValueError:
-        toy = _toy(proposer, target, draft, widths([1] * depth_of(tree)))
+        toy = _toy(proposer, target, draft, widths([1] * depth_of(tree)), together)
     return ToyParts(target, toy, warped(instance.toy, longest, sampling))
 
 
-def _toy(proposer: Proposer | Drawn, target: Target, draft: DraftRunner, tree: Choices) -> Proposer:
+def _toy(proposer: Proposer | Drawn, target: Target, draft: DraftRunner, tree: Choices, together: bool) -> Proposer:
     """Return a proposer that drafts ``tree`` for a toy target."""
     if isinstance(proposer, str):
         return reference(proposer, target, draft, tree)
     with attributed("proposer", proposer):
-        return proposer.toy(target, draft, tree)
+        return (proposer.toy_of_batch if together else proposer.toy)(target, draft, tree)
 
 
 @torch.inference_mode()
@@ -174,7 +175,7 @@ def examine(
     sampling: Sampling = PLAIN,
     max_decodings: int = MAX_DECODINGS,
 ) -> Finding:
-    """Enumerate an instance with a proposer, or with the reference that draws as asked.
+    """Enumerate an instance of one request with a proposer, or with the reference that draws as asked.
 
     Raises:
         Reused: a random key was used for two choices.
@@ -194,7 +195,7 @@ def examine(
 # One step ------------------------------------------------------------------------------------------------------------
 
 
-class _Tree(NamedTuple):
+class Tree(NamedTuple):
     """One verified tree: where the path can end and what is emitted there.
 
     Args:
@@ -210,6 +211,11 @@ class _Tree(NamedTuple):
     expected: float
     own_target: np.ndarray | None
 
+    def add_to(self, outputs: StepOutputs, probability: float) -> None:
+        """Add its outputs to those of other drafts."""
+        for row, (depth, number) in enumerate(zip(self.depth.tolist(), self.number.tolist(), strict=True)):
+            outputs.exactly[depth + 1].reshape(-1, outputs.v)[number] += probability * self.ends[row]
+
 
 def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, max_decodings: int) -> Finding:
     v, start = instance.toy.v, len(instance.start)
@@ -219,14 +225,14 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
     accepted = expected = 0.0
     outcomes = drafted = 0
 
-    def play(draws: Draws, count: int) -> list[_Tree]:
+    def play(draws: Draws, count: int) -> list[Tree]:
         parts.forget()
-        return _verified(instance, parts, verifier, sampling, draws, count)
+        return verified(instance, parts, verifier, sampling, draws, count)
 
     for probability, tree in side_by_side(play, parts.wide, max_decodings):
         outcomes, drafted = outcomes + 1, drafted + len(tree.depth) - 1
+        tree.add_to(outputs, probability)
         for row, (depth, number) in enumerate(zip(tree.depth.tolist(), tree.number.tolist(), strict=True)):
-            outputs.exactly[depth + 1].reshape(-1, v)[number] += probability * tree.ends[row]
             if own_targets is not None and tree.own_target is not None:
                 other = own_targets.setdefault((depth, number), tree.own_target[row])
                 if np.abs(other - tree.own_target[row]).max() > EXACT:
@@ -247,9 +253,9 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
     )
 
 
-def _verified(
+def verified(
     instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, draws: Draws, count: int
-) -> list[_Tree]:
+) -> list[Tree]:
     """Draft and verify ``count`` copies of the step, as one forest through the real target and verifier."""
     target, proposer, capture = parts.target, parts.proposer, Capture()
     pair = Arm(target, proposer, verifier, draws)
@@ -273,7 +279,7 @@ def _verified(
             live.kv.close()
 
 
-def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_Tree]:
+def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[Tree]:
     shape, token = draft.shape, draft.token.tolist()
     with attributed("verifier", verifier):
         verdict = verifier(draft, p)
@@ -287,9 +293,7 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
     for node, parent in enumerate(shape.parent.tolist()):
         number[shape.roots + node] = number[parent] * v + token[node]
     return [
-        _Tree(
-            shape.depth[rows], number[rows], ends[rows], float(expected[root]), None if aimed is None else aimed[rows]
-        )
+        Tree(shape.depth[rows], number[rows], ends[rows], float(expected[root]), None if aimed is None else aimed[rows])
         for root, rows in enumerate(shape.trees)
     ]
 

@@ -33,6 +33,7 @@ class Instance:
         stop: tokens that end the text.
         start: tokens after the prompt at which the step begins.
         applied: a constraint on the toy's tokens, for a loop; None for none.
+        requests: copies that are decoded together as one batch, whose joint distribution is examined (``together``).
     """
 
     toy: RandomToy
@@ -41,6 +42,7 @@ class Instance:
     stop: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
     applied: AppliedConstraint | None = None
+    requests: int = 1
 
     @property
     def chain(self) -> bool:
@@ -57,7 +59,8 @@ class Instance:
         if self.applied is not None:
             under = f", {self.applied.constraint.name} on {self.applied.placement}"
             under += ", global" if self.applied.is_global else ""
-        return f"V={self.toy.v} {kind} toy model {self.toy.seed}, tree {self.tree}, {what}{stop}{under}"
+        together = f", {self.requests} requests" if self.requests > 1 else ""
+        return f"V={self.toy.v} {kind} toy model {self.toy.seed}, tree {self.tree}, {what}{stop}{under}{together}"
 
     def request(self, number: int, sampling: Sampling) -> Request:
         """Return the instance as a request."""
@@ -89,6 +92,15 @@ LOOPS = (
 
 QUICK = (*(Instance(TOYS[0], tree) for tree in ("1x1", "2", "2x1", "1x1x1")), *LOOPS[:2])
 """Instances that every run enumerates of its own pair, in a fraction of a second."""
+
+PAIRED = RandomToy(5, support=2, plain=True)
+TOGETHER = (
+    Instance(PAIRED, "1x1", requests=2),
+    Instance(RandomToy(7, support=2, plain=True), "1x1", requests=2),
+    Instance(PAIRED, "2x1", requests=2),
+    Instance(FEW, "1", 2, requests=2),
+)
+"""Two requests in one batch, for proposers and policies that share something between requests."""
 
 PIECES = (b"a", b"b", b"ab", b"c", b"")
 """The tokens of constrained toys as text; the last one ends it."""

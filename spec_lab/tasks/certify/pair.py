@@ -24,7 +24,7 @@ from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
 from spec_lab.tasks.certify.enumeration import Reused
 from spec_lab.tasks.certify.exact import Counts
-from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance, every_instance, under
+from spec_lab.tasks.certify.instances import LOOPS, PLAIN, TOGETHER, Instance, every_instance, under
 from spec_lab.tasks.certify.masks import MaskComparison, compare_masks
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import joint, scores
@@ -266,6 +266,8 @@ class Certifier:
             proof = proof.also(prove(proposer, verifier, instances=self.own, tick=tick))
         if self.sampling != PLAIN and proof.findings:
             proof = proof.also(prove(proposer, verifier, (*LOOPS, *self.own), self.sampling))
+        if proposer.shared_store and proof.findings:
+            proof = proof.also(prove(proposer, verifier, TOGETHER))
         drafts: Proposer | Drawn = proposer.drawn if proof.drafts == "reference" else proposer
         progress, counts = _scaled(tick, 1000), Counts()
         try:

@@ -1,0 +1,380 @@
+"""A budget of verified rows, shared by all sequences of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Unpack
+
+import numpy as np
+from torch import Tensor
+
+from spec_lab.core.draft import DETERMINISTIC, Draft
+from spec_lab.core.limit import Limit
+from spec_lab.core.options import Count, Whole, WrongOption, checked
+from spec_lab.core.request import Request
+from spec_lab.decode.proposer import Proposer
+from spec_lab.decode.sequence import Batch
+from spec_lab.models.target import Target
+from spec_lab.policy import toys
+from spec_lab.policy.confidence import ConfidenceName, OnlineConfidence, likeliest, margin
+from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
+from spec_lab.policy.goodput import GRAIN, Scope
+from spec_lab.policy.policy import DraftOutcome, Policy
+from spec_lab.runners.graphs import padded
+
+FIRST_WAIT, LONGEST_WAIT = 8, 256
+"""Steps without drafts before they are tried again, where drafting nothing is best: the wait doubles each time."""
+
+
+@dataclass(eq=False)
+class RunState:
+    """What the sequences that share a budget have shown.
+
+    Args:
+        model: of acceptance by margin.
+        survival: of the nodes of the last draft of any sequence; None before the first one.
+        rows: admitted in this step over all sequences; None: all.
+        waited, wait: steps without drafts since the last draft, and until the next one.
+    """
+
+    model: OnlineConfidence
+    survival: np.ndarray | None = None
+    rows: int | None = None
+    waited: int = 0
+    wait: int = FIRST_WAIT
+
+
+@dataclass(eq=False)
+class SequenceDraft:
+    """The last draft of a sequence.
+
+    Args:
+        alone: what it has shown itself.
+        survival: of all its nodes, those that were not admitted included; None before the first draft.
+        measured, depth, expanded: of its admitted rows, the root first: the feature, the depth, and whether any child
+            was admitted.
+    """
+
+    alone: RunState
+    survival: np.ndarray | None = None
+    measured: np.ndarray = field(default_factory=lambda: np.empty(0))
+    depth: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    expanded: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))
+
+
+@dataclass(frozen=True)
+class RowsOfEach(Policy):
+    """Draft everything, and verify the first rows of each tree: what costs are measured with.
+
+    Args:
+        rows: nodes of each tree that are verified.
+        measure: see ``Policy``.
+    """
+
+    rows: int
+    measure: Callable[[Tensor], Tensor] | None = None
+    name: str = "rows_of_each"
+
+    def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
+        """See ``Policy``."""
+        return [Limit(depth=None if self.rows else 0)] * len(states)
+
+    def admit(self, batch: Batch, states: Sequence[Any], draft: Draft) -> np.ndarray:
+        """See ``Policy``."""
+        return draft.shape.places < self.rows
+
+
+@dataclass(frozen=True, eq=False)
+class BatchBudget(Policy):
+    """Verify the Q rows of all drafts of a step that are the likeliest to be accepted.
+
+    The survival of a node is the product of confidences along its path, s = c_1 c_2 .. c_t: the probability that it is
+    accepted. B sequences with the Q largest survivals emit B + sum s tokens; Q has the largest (B + sum s) / cost(Q).
+    cost(Q) is measured: seconds of a step that drafts everything and verifies Q rows, by batch size and context; a
+    staircase where the target pads rows (``target.graphs``). s falls along a path, so the admitted rows are prefixes of
+    paths. Where B / seconds of a step without drafts is larger, nothing is drafted; drafts are tried again after waits
+    that double.
+
+    Sources: TETRIS (2502.15197), DSpark (2607.05147), vLLM's adaptive verification (#52228, #52992).
+
+    **Exact are rules that grow the admitted forest row by row: the next row, or the end, follows from the tokens of
+    admitted rows and from earlier steps.** Proof: let V(x) be the expected value of any function of a sequence's final
+    output, given that its draft is x and ends there. Token and block verification are lossless for every length, so V
+    is a martingale: V(x) = E[V(x a)] for a drawn from q(. | x). Verdicts of different sequences are independent given
+    their drafts, so the product of their V is a martingale in each row that is added, whichever sequence it belongs to;
+    a choice that follows from admitted tokens does not change its mean. So outputs of all sequences together have the
+    product of the target's distributions. Here:
+
+    - a confidence reads the row that a token is drawn from (its logits, its hidden state), so the survival of a node is
+      known before its token is drawn;
+    - Q follows from survivals of *earlier* steps: the last draft of each sequence, or of another one before its first;
+    - rows are ranked by this step's survivals over all sequences. Whether a row is admitted depends on rows of larger
+      survival, which are admitted before it; a sequence's later rows never displace its earlier ones;
+    - siblings that were sampled below one parent are admitted together: their survivals count the rank, not the token.
+
+    Not exact (total variation by enumeration in ``experiments/batch_budget``): a survival with the probability of the
+    *drawn* token, since a token is then left out because of its value; a Q from *this* step's survivals where costs are
+    a staircase, since whether the first row is verified then depends on the second one's survival, and so on the token
+    drawn at the first. With costs that grow by the same amount for each row that Q is the first at which one more row
+    does not pay, which is exact again.
+
+    Args:
+        costs: measured: level 0 is a step without a draft, level k one that drafts everything and verifies k rows of
+            each sequence.
+        model: of acceptance by margin, with ``confidence`` "margin".
+        confidence: "head" (the drafter's own), "margin" or "q" (the largest draft probability of a row).
+        pads: whether the target pads rows, so that costs are a staircase.
+        start: survivals that are assumed before the first draft; empty: all rows are verified then.
+        scope: "request": each sequence has a budget of its own, from its own past.
+        shared: what requests share.
+    """
+
+    costs: DraftCosts
+    model: OnlineConfidence
+    confidence: ConfidenceName = "margin"
+    pads: bool = False
+    start: tuple[float, ...] = ()
+    shared: RunState = field(init=False)
+    _table: dict[tuple[int, int, int], np.ndarray] = field(init=False, repr=False, default_factory=dict)
+    name: str = "batch_budget"
+    scope: Scope = "run"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared", RunState(self.model.fresh()))
+
+    @staticmethod
+    @checked
+    def load(
+        target: Target,
+        proposer: Proposer,
+        confidence: ConfidenceName | None = None,
+        refit_steps: Count = 16,
+        warm_up: Annotated[int, Whole(0)] = 2,
+        scope: Scope = "run",
+        **timing: Unpack[TimingOptions],
+    ) -> BatchBudget:
+        """Check the options, and measure or read the costs.
+
+        Args:
+            target: of the run.
+            proposer: of the run.
+            confidence: probability that a drafted token is accepted: head (the drafter's confidence head), margin (a
+                model of the margin of the two largest draft logits, learned in the run) or q (the largest draft
+                probability); None: head where the drafter has one, else margin.
+            refit_steps: steps between two fits of the margin's model (vLLM: 100).
+            warm_up: fits before it is used; every row is verified until then (vLLM: 3).
+            scope: run: one budget for the batch; request: one for each sequence, from its own past.
+            timing: see the class.
+
+        Raises:
+            ValueError: a wrong option, or a proposer without confidences; names it.
+        """
+        chosen: ConfidenceName = confidence or ("head" if proposer.predicts else "margin")
+        if chosen == "head" and not proposer.predicts:
+            raise WrongOption(f"confidence=head: proposer '{proposer.name}' has no confidence head: set margin or q")
+        if chosen != "head" and (proposer.why_not_stopped is None or proposer.why_not_stopped):
+            why = proposer.why_not_stopped or (
+                f"proposer '{proposer.name}' states no draft distribution while it drafts: choose policy=goodput, or a "
+                "proposer that grows trees token by token, such as draft_chain or eagle"
+            )
+            raise WrongOption(f"confidence={chosen} reads the rows that tokens are drawn from, but {why}")
+        measure = MEASURES[chosen]
+        costs = draft_costs(
+            target, proposer, max(1, proposer.nodes), Timing(**timing), policy=lambda k: RowsOfEach(k, measure)
+        )
+        pads = target.lm.facts.get("graphs") is True
+        return BatchBudget(costs, OnlineConfidence(refit_steps, warm_up), chosen, pads, scope=scope)
+
+    @property
+    def shared_store(self) -> str:
+        """See ``Policy``."""
+        return "rows verified in a step, confidences by depth" if self.scope == "run" else ""
+
+    @property
+    def measure(self) -> Callable[[Tensor], Tensor] | None:
+        """See ``Policy``."""
+        return MEASURES[self.confidence]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``Part``."""
+        model = {"refit_steps": self.model.refit_steps, "warm_up": self.model.warm_up}
+        return {"confidence": self.confidence, **model, "scope": self.scope, "pads": self.pads, **self.costs.facts}
+
+    def forget(self) -> None:
+        """See ``Policy``."""
+        object.__setattr__(self, "shared", RunState(self.model.fresh()))
+
+    def toy(self) -> BatchBudget:
+        """See ``Policy``. Costs are a staircase, a budget is known from the first step on, and each step refits."""
+        model = OnlineConfidence(1, 0, fewest=1, first=(1.0, -0.5))
+        return replace(self, costs=toys.STAIRCASE, model=model, pads=False, start=(0.9, 0.6, 0.3), scope="request")
+
+    def toy_of_batch(self) -> BatchBudget:
+        """See ``Policy``."""
+        return replace(self.toy(), scope="run")
+
+    def init(self, request: Request) -> SequenceDraft:
+        """See ``Policy``."""
+        return SequenceDraft(RunState(self.model.fresh()))
+
+    def decide(self, batch: Batch, states: Sequence[SequenceDraft]) -> list[Limit]:
+        """Choose the number of rows, from earlier steps only. See ``Policy``."""
+        contexts = [len(sequence.tokens) for sequence in batch.sequences]
+        if self.scope == "run":
+            return [self._decided(self.shared, states, max(contexts))] * len(states)
+        return [self._decided(state.alone, [state], at) for state, at in zip(states, contexts, strict=True)]
+
+    def _decided(self, known: RunState, states: Sequence[SequenceDraft], context: int) -> Limit:
+        """Choose the number of rows of these sequences together, and whether anything is drafted."""
+        live, known.rows = len(states), None
+        first = np.array(self.start) if known.survival is None else known.survival
+        survivals = [first if state.survival is None else state.survival for state in states]
+        if not known.model.ready or not all(map(len, survivals)):
+            return Limit()
+        rows, rate = self.best(np.concatenate(survivals), live, context)
+        if rate <= live / self.costs.of(0, live, context):
+            known.waited += 1
+            if known.waited < known.wait:
+                return Limit(0)
+            known.wait, rows = min(2 * known.wait, LONGEST_WAIT), max(rows, live)
+        else:
+            known.wait = FIRST_WAIT
+        known.waited, known.rows = 0, rows
+        return Limit()
+
+    def best(self, survival: np.ndarray, live: int, context: int = 0) -> tuple[int, float]:
+        """Return Q of the most expected tokens per second, and these; the smallest of equal ones.
+
+        Args:
+            survival: ``[n]`` of the nodes of all sequences.
+            live: sequences.
+            context: of the longest one.
+        """
+        tokens = live + np.append(0.0, np.sort(survival)[::-1].cumsum())
+        situation = live, context // GRAIN, len(tokens)
+        if situation not in self._table:
+            self._table[situation] = np.array([self.seconds(rows, live, context) for rows in range(len(tokens))])
+        rates = tokens / self._table[situation]
+        best = int(rates.argmax())
+        return best, float(rates[best])
+
+    def seconds(self, rows: int, live: int, context: int = 0) -> float:
+        """Return cost(Q): seconds of a step that drafts everything and verifies ``rows`` rows besides the roots."""
+        if any(max(timed) == 0 for of_context in self.costs.seconds.values() for timed in of_context.values()):
+            return math.inf  # no draft is worth its time (``step_costs.MIN_RATE``)
+        each = rows / live
+        if self.pads:  # a graph has as many rows for every sequence
+            each = float(padded(1 + math.ceil(each)) - 1)
+        one = self.costs.of(1, live, context)
+        if each >= 1:
+            return self.costs.of(each, live, context)
+        less = one - (1 - each) * max(0.0, self.costs.of(2, live, context) - one)
+        return max(less, self.costs.of(0, live, context))
+
+    def admit(self, batch: Batch, states: Sequence[SequenceDraft], draft: Draft) -> np.ndarray | None:
+        """Admit the rows of the largest survivals. See ``Policy``."""
+        shape = draft.shape
+        for state in states:
+            state.expanded = np.empty(0, dtype=bool)
+        if not shape.nodes:
+            return None
+        survival = self.survival(self.confidences(batch, states, draft), draft)
+        if self.scope == "run":
+            groups = [(self.shared, np.arange(shape.rows))]
+        else:
+            groups = [(state.alone, tree) for state, tree in zip(states, shape.trees, strict=True)]
+        admitted = np.ones(shape.rows, dtype=bool)
+        for known, rows in groups:
+            if (count := self.budget(known, survival[rows[shape.depth[rows] > 0]], len(states))) is not None:
+                admitted[rows] = largest(draft, survival, rows, count)
+        expanded = np.zeros(shape.rows, dtype=bool)
+        expanded[shape.parent[admitted[shape.roots :]]] = True
+        for state, tree in zip(states, shape.trees, strict=True):
+            if len(tree) > 1:
+                state.survival = self._of(state).survival = survival[tree[1:]]
+                kept = tree[admitted[tree]]
+                state.depth, state.expanded = shape.depth[kept], expanded[kept]
+                state.measured = kept * np.nan if draft.measured is None else draft.measured[kept]
+        return admitted
+
+    def _of(self, state: SequenceDraft) -> RunState:
+        """Return what a sequence's budget and confidences are learned from."""
+        return self.shared if self.scope == "run" else state.alone
+
+    def budget(self, known: RunState, survival: np.ndarray, live: int) -> int | None:
+        """Return the number of rows of this step, which ``decide`` has chosen; None for all.
+
+        Args:
+            known: of the sequences that share it.
+            survival, live: of this step, which must not decide: ``experiments.batch_budget`` shows what they would do.
+        """
+        return known.rows
+
+    def confidences(self, batch: Batch, states: Sequence[SequenceDraft], draft: Draft) -> np.ndarray:  # [M]
+        """Return the probability that each node is accepted if its parent is, told from the row of its parent."""
+        above = draft.shape.parent
+        if self.confidence == "head" and draft.predict is not None:
+            (predicted,) = batch.read(draft.predict(draft).double())
+            return np.asarray(predicted)
+        measured = np.full(draft.shape.rows, np.nan) if draft.measured is None else draft.measured
+        if self.confidence != "margin":
+            return measured[above]
+        level, root, confidence = draft.shape.depth[above], draft.shape.root[above], measured[above]
+        for known, rows in self._nodes(states, root):
+            confidence[rows] = known.model(confidence[rows], level[rows])
+        return confidence
+
+    def _nodes(self, states: Sequence[SequenceDraft], root: np.ndarray) -> list[tuple[RunState, np.ndarray]]:
+        """Return for each model the nodes that it is asked about, given the root above each."""
+        if self.scope == "run":
+            return [(self.shared, np.arange(len(root)))]
+        return [(state.alone, np.flatnonzero(root == tree)) for tree, state in enumerate(states)]
+
+    def survival(self, confidence: np.ndarray, draft: Draft) -> np.ndarray:  # [M] -> [R]
+        """Return the survival of every row; that of a sibling is lower by its rank. Forced tokens are certain."""
+        shape, survival = draft.shape, np.ones(draft.shape.rows)
+        confidence = np.nan_to_num(confidence, nan=1.0).clip(0.0, 1.0)
+        alone = confidence * (1 - confidence) ** shape.rank  # accepted where its earlier siblings were not
+        for row, (above, share) in enumerate(zip(shape.parent.tolist(), alone.tolist(), strict=True), shape.roots):
+            survival[row] = survival[above] * share
+        return survival
+
+    def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """See ``Policy``. A node counts if it was verified and its parent was accepted."""
+        drafted = [outcome for outcome in outcomes if outcome.nodes]
+        for outcome in drafted if self.confidence == "margin" else ():
+            state: SequenceDraft = outcome.state
+            reached = [0, *(node + 1 for node in outcome.path)]
+            for number, row in enumerate(reached):
+                if row < len(state.expanded) and state.expanded[row] and not math.isnan(state.measured[row]):
+                    accepted = number < len(outcome.path)
+                    self._of(state).model.learn(int(state.depth[row]), float(state.measured[row]), accepted)
+        for model in {id(known := self._of(outcome.state)): known.model for outcome in drafted}.values():
+            model.step()
+
+
+MEASURES: dict[ConfidenceName, Callable[[Tensor], Tensor] | None] = {"head": None, "margin": margin, "q": likeliest}
+"""The features of rows that confidences read."""
+
+
+def largest(draft: Draft, survival: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:  # [n] bool
+    """Return the roots and the ``count`` nodes of the largest survivals among ``rows`` ``[n]`` of whole trees, sampled
+    siblings together.
+
+    The first siblings that exceed the number end the admission: rows after them have smaller survivals.
+    """
+    shape, sampled = draft.shape, (draft.codes != DETERMINISTIC).tolist()
+    together: dict[int, list[int]] = {}
+    for row in rows[shape.depth[rows] > 0].tolist():
+        above = int(shape.parent[row - shape.roots])
+        together.setdefault(above if sampled[row - shape.roots] else -row, []).append(row)
+    admitted = np.arange(shape.rows) < shape.roots
+    for siblings in sorted(together.values(), key=lambda siblings: -survival[siblings[0]]):  # parents come first
+        if len(siblings) > count:
+            break
+        admitted[siblings] = True
+        count -= len(siblings)
+    return admitted[rows]
