@@ -114,11 +114,11 @@ class BatchBudget(Policy):
       survival, which are admitted before it; a sequence's later rows never displace its earlier ones;
     - siblings that were sampled below one parent are admitted together: their survivals count the rank, not the token.
 
-    Not exact (a total variation of up to 0.25 and 0.21 with 3 tokens and drafts of 2): a survival with the probability of the
-    *drawn* token, since a token is then left out because of its value; a Q from *this* step's survivals where costs are
-    a staircase, since whether the first row is verified then depends on the second one's survival, and so on the token
-    drawn at the first. With costs that grow by the same amount for each row that Q is the first at which one more row
-    does not pay, which is exact again.
+    Not exact (a total variation of up to 0.25 and 0.21 with 3 tokens and drafts of 2): a survival with the probability
+    of the *drawn* token, since a token is then left out because of its value; a Q from *this* step's survivals where
+    costs are a staircase, since whether the first row is verified then depends on the second one's survival, and so on
+    the token drawn at the first. With costs that grow by the same amount for each row that Q is the first at which one
+    more row does not pay, which is exact again.
 
     Args:
         costs: measured: level 0 is a step without a draft, level k one that drafts everything and verifies k rows of
