@@ -271,8 +271,8 @@ class BatchBudget(Policy):
         one = self.costs.of(1, live, context)
         if each >= 1:
             return self.costs.of(each, live, context)
-        less = one - (1 - each) * max(0.0, self.costs.of(2, live, context) - one)
-        return max(less, self.costs.of(0, live, context))
+        row = self.costs.of(2, live, context) - one  # at most what the first row and the draft cost together
+        return one - (1 - each) * max(0.0, min(row, one - self.costs.of(0, live, context)))
 
     def admit(self, batch: Batch, states: Sequence[SequenceDraft], draft: Draft) -> np.ndarray | None:
         """Admit the rows of the largest survivals. See ``Policy``."""

@@ -78,11 +78,11 @@ def test_sampled_siblings_are_admitted_together_and_deterministic_ones_alone(row
 
 def test_the_budget_follows_from_earlier_survivals_and_costs():
     assert policy().best(np.array([0.9, 0.8, 0.02, 0.01]), 2)[0] == 2
-    assert policy(COSTLY).best(np.array([0.9, 0.8, 0.1, 0.01]), 2)[0] == 0
+    assert policy(COSTLY).best(np.array([0.5, 0.4, 0.1, 0.01]), 2)[0] == 0
     known = policy(start=(0.9, 0.8))
     assert known.decide(batch(2), [known.init(None), known.init(None)]) == [Limit()] * 2 and known.shared.rows == 4
     before = known.shared.rows
-    admitted(known, draft_of([0.1] * 6), before)  # what this step shows decides in the next one
+    admitted(known, draft_of([0.2] * 6), before)  # what this step shows decides in the next one
     state = replace(known.init(None), survival=known.shared.survival)
     known.decide(batch(2), [state, state])
     assert known.shared.rows < before
