@@ -29,7 +29,7 @@ FIRST_WAIT, LONGEST_WAIT = 8, 256
 
 
 @dataclass(eq=False)
-class RunState:
+class BudgetState:
     """What the sequences that share a budget have shown.
 
     Args:
@@ -57,7 +57,7 @@ class SequenceDraft:
             was admitted.
     """
 
-    alone: RunState
+    alone: BudgetState
     survival: np.ndarray | None = None
     measured: np.ndarray = field(default_factory=lambda: np.empty(0))
     depth: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -136,13 +136,13 @@ class BatchBudget(Policy):
     confidence: ConfidenceName = "margin"
     pads: bool = False
     start: tuple[float, ...] = ()
-    shared: RunState = field(init=False)
+    shared: BudgetState = field(init=False)
     _table: dict[tuple[int, int, int], np.ndarray] = field(init=False, repr=False, default_factory=dict)
     name: str = "batch_budget"
     scope: Scope = "run"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shared", RunState(self.model.fresh()))
+        object.__setattr__(self, "shared", BudgetState(self.model.fresh()))
 
     @staticmethod
     @checked
@@ -205,7 +205,7 @@ class BatchBudget(Policy):
 
     def forget(self) -> None:
         """See ``Policy``."""
-        object.__setattr__(self, "shared", RunState(self.model.fresh()))
+        object.__setattr__(self, "shared", BudgetState(self.model.fresh()))
 
     def toy(self) -> BatchBudget:
         """See ``Policy``. Costs are a staircase, a budget is known from the first step on, and each step refits."""
@@ -218,7 +218,7 @@ class BatchBudget(Policy):
 
     def init(self, request: Request) -> SequenceDraft:
         """See ``Policy``."""
-        return SequenceDraft(RunState(self.model.fresh()))
+        return SequenceDraft(BudgetState(self.model.fresh()))
 
     def decide(self, batch: Batch, states: Sequence[SequenceDraft]) -> list[Limit]:
         """Choose the number of rows, from earlier steps only. See ``Policy``."""
@@ -227,7 +227,7 @@ class BatchBudget(Policy):
             return [self._decided(self.shared, states, max(contexts))] * len(states)
         return [self._decided(state.alone, [state], at) for state, at in zip(states, contexts, strict=True)]
 
-    def _decided(self, known: RunState, states: Sequence[SequenceDraft], context: int) -> Limit:
+    def _decided(self, known: BudgetState, states: Sequence[SequenceDraft], context: int) -> Limit:
         """Choose the number of rows of these sequences together, and whether anything is drafted."""
         live, known.rows = len(states), None
         first = np.array(self.start) if known.survival is None else known.survival
@@ -288,7 +288,8 @@ class BatchBudget(Policy):
             groups = [(state.alone, tree) for state, tree in zip(states, shape.trees, strict=True)]
         admitted = np.ones(shape.rows, dtype=bool)
         for known, rows in groups:
-            if (count := self.budget(known, survival[rows[shape.depth[rows] > 0]], len(states))) is not None:
+            live = len(states) // len(groups)
+            if (count := self.budget(known, survival[rows[shape.depth[rows] > 0]], live)) is not None:
                 admitted[rows] = largest(draft, survival, rows, count)
         expanded = np.zeros(shape.rows, dtype=bool)
         expanded[shape.parent[admitted[shape.roots :]]] = True
@@ -300,11 +301,11 @@ class BatchBudget(Policy):
                 state.measured = kept * np.nan if draft.measured is None else draft.measured[kept]
         return admitted
 
-    def _of(self, state: SequenceDraft) -> RunState:
+    def _of(self, state: SequenceDraft) -> BudgetState:
         """Return what a sequence's budget and confidences are learned from."""
         return self.shared if self.scope == "run" else state.alone
 
-    def budget(self, known: RunState, survival: np.ndarray, live: int) -> int | None:
+    def budget(self, known: BudgetState, survival: np.ndarray, live: int) -> int | None:
         """Return the number of rows of this step, which ``decide`` has chosen; None for all.
 
         Args:
@@ -327,7 +328,7 @@ class BatchBudget(Policy):
             confidence[rows] = known.model(confidence[rows], level[rows])
         return confidence
 
-    def _nodes(self, states: Sequence[SequenceDraft], root: np.ndarray) -> list[tuple[RunState, np.ndarray]]:
+    def _nodes(self, states: Sequence[SequenceDraft], root: np.ndarray) -> list[tuple[BudgetState, np.ndarray]]:
         """Return for each model the nodes that it is asked about, given the root above each."""
         if self.scope == "run":
             return [(self.shared, np.arange(len(root)))]
