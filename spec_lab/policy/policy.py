@@ -77,7 +77,7 @@ class Policy(Part):
 
     @default
     def measure(self) -> Callable[[Tensor], Tensor] | None:
-        """What ``admit`` reads of each row of a draft, see ``Batch.measure``; None for nothing."""
+        """Feature of each row of a draft that ``admit`` reads (``Batch.measure``); None for nothing."""
         return None
 
     @default
