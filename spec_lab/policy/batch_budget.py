@@ -30,7 +30,7 @@ FIRST_WAIT, LONGEST_WAIT = 8, 256
 
 @dataclass(eq=False)
 class BudgetState:
-    """What the sequences that share a budget have shown.
+    """State that the sequences of one budget share.
 
     Args:
         model: of acceptance by margin.
