@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import spec_lab
 from experiments import plots
-from experiments.exactness.rules import last_tokens, next_tokens, rules
+from experiments.exactness.rules import last_tokens, next_tokens, rules, rules_of_sampled_drafts, spechub_acceptance
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -30,10 +30,11 @@ from spec_lab.models.target import Target
 from spec_lab.propose.recycling import Recycling
 from spec_lab.propose.suffix import Suffix
 from spec_lab.tasks.certify.certificate import prove
-from spec_lab.tasks.certify.instances import STEPS
+from spec_lab.tasks.certify.instances import STEPS, TOYS
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Match, Verdict, Verifier
+from spec_lab.verify.transport import transport_bound
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 
@@ -91,6 +92,32 @@ def on_toys(temperature: float) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def on_chains() -> pd.DataFrame:
+    """Total variation and accepted tokens of rules for sampled drafts, over the enumerated chains."""
+    chains, rows = [instance for instance in STEPS if instance.chain], []
+    for name, rule in rules_of_sampled_drafts().items():
+        findings = prove("iid", rule, chains).findings
+        distances, accepted = [finding.tv for finding in findings], [finding.accepted for finding in findings]
+        rows.append({
+            "rule": name, "largest": max(distances), "mean": np.mean(distances), "accepted": np.mean(accepted),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def of_two_siblings() -> pd.DataFrame:
+    """Mean acceptance of two siblings over the toys of four tokens: SpecHub, and the most that any verifier accepts."""
+    toys = [toy for toy in TOYS if toy.v == 4]
+    pairs = [pair for toy in toys for length in (0, 1) for pair in zip(*toy.probabilities(length), strict=True)]
+    p, q = (torch.from_numpy(np.array(values)) for values in zip(*pairs, strict=True))
+    every = {
+        "one draft, optimal transport (1 - TV)": transport_bound(p, q, 1, "iid"),
+        "two drafts, iid, optimal transport": transport_bound(p, q, 2, "iid"),
+        "two drafts, without replacement, optimal transport": transport_bound(p, q, 2, "without_replacement"),
+        "SpecHub, two drafts of its own": np.array([spechub_acceptance(*pair) for pair in pairs]),
+    }
+    return pd.DataFrame([{"drafts": name, "accepted": float(np.mean(values))} for name, values in every.items()])
+
+
 def on_texts(target: Target, proposer: Proposer, temperature: float, limit: int, new: int) -> pd.DataFrame:
     """Mean total variation along sampled texts."""
     verifier = Beside(rules(temperature))
@@ -129,17 +156,33 @@ def shown(value: float) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write ``toys.csv``, ``texts.csv`` and the table of the page."""
+    """Measure, print, and write the CSV files and the tables of the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=8, help="prompts of each kind of text")
     parser.add_argument("--new", type=int, default=64, help="tokens emitted for each")
     parser.add_argument("--tables", action="store_true", help="of the files as they are, without measuring")
+    parser.add_argument("--toys", action="store_true", help="only sampled chains and pairs of siblings, in a minute")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     chosen = parser.parse_args()
     if not chosen.tables:
+        for name, frame in (("chains", on_chains()), ("siblings", of_two_siblings())):
+            frame.to_csv(chosen.out / f"{name}.csv", index=False, float_format="%.6g")
+    if not chosen.tables and not chosen.toys:
         measure(chosen.limit, chosen.new, chosen.out)
     toys, texts = (pd.read_csv(chosen.out / f"{name}.csv") for name in ("toys", "texts"))
     plots.fill(chosen.out / "README.md", table(toys, texts), "published")
+    chains, siblings = (pd.read_csv(chosen.out / f"{name}.csv") for name in ("chains", "siblings"))
+    lines = [["rule", "largest, mean total variation", "accepted tokens"]]
+    lines += [
+        [row["rule"], f"{shown(row['largest'])}, {shown(row['mean'])}", f"{row['accepted']:.4f}"]
+        for row in chains.to_dict("records")
+    ]
+    plots.fill(chosen.out / "README.md", plots.markdown(lines), "chains")
+    lines = [
+        ["two siblings", "acceptance"],
+        *([row["drafts"], f"{row['accepted']:.3f}"] for row in siblings.to_dict("records")),
+    ]
+    plots.fill(chosen.out / "README.md", plots.markdown(lines), "siblings")
 
 
 def measure(limit: int, new: int, out: Path) -> None:

@@ -1,6 +1,6 @@
-"""Rules by which published code verifies deterministic drafts at a temperature above 0, as verifiers of this package.
+"""Rules by which published code verifies drafts at a temperature above 0, as verifiers of this package.
 
-They are written down after their papers' code, for measuring only: two of them do not sample from the target.
+They are written down after their papers' code, for measuring only: three of them do not sample from the target.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.shape import Shape
-from spec_lab.verify import Match, Token, Typical, Verdict, Verifier
+from spec_lab.verify import Match, Token, Traversal, Typical, Verdict, Verifier
 
 DETERMINISTIC: frozenset[Drawn] = frozenset({"deterministic"})
 
@@ -83,6 +83,79 @@ class PlainBonus(Verifier):
             return torch.where(torch.from_numpy(bonus[rows])[:, None], whole, inner.residual(rows))
 
         return Verdict(inner.stop, residual)
+
+
+@dataclass(frozen=True)
+class HSD(Verifier):
+    """Hierarchical speculative decoding on chains: walk back from the last drafted token to where the path ends.
+
+    Source: 2601.05724 and ``utils.py`` of its repository, as read in November 2026. With r_i the product of p / q up to
+    token i, a_i = r_i / max(1, r_1, .., r_i), and D+ and D- the sums of (a_i p - q)+ and (q - a_i p)+ after it, the
+    path ends at i with probability D+ / max(D+, D-) unless it ended further down, and emits from norm((a_i p - q)+).
+    The whole chain is accepted with min(1, r) as published. With a, its capped weight, the rule is block verification
+    (2403.10444): D- = D+ + 1 - a_i, so D+ / D- is its S / (S + 1 - a_i).
+
+    Args:
+        capped: whether the whole chain is accepted with its capped weight: the repaired rule.
+    """
+
+    capped: bool = False
+    name: ClassVar[str] = "hsd"
+    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid"})
+    chains_only: ClassVar[bool] = True
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it is: repaired only."""
+        return self.capped
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """Return the distribution for ``p`` ``[R, V]``."""
+        shape, stop, emit = draft.shape, np.zeros(draft.shape.rows), p.clone()
+        if not shape.nodes or draft.q is None or draft.q_row is None:
+            return Match()(draft, p)
+        for rows in shape.trees:
+            ratio, cap, weights = 1.0, 1.0, [1.0]
+            for above, row in pairwise(rows.tolist()):
+                token = draft.token[row - shape.roots]
+                ratio *= float(p[above, token] / draft.q[draft.q_row[above], token])
+                cap = max(cap, ratio)
+                weights.append(ratio / cap)
+            remaining = weights[-1] if self.capped else min(1.0, ratio)
+            stop[rows[-1]], remaining = remaining, 1.0 - remaining
+            for weight, row in reversed([*zip(weights, rows.tolist(), strict=True)][:-1]):
+                difference = weight * p[row] - draft.q[draft.q_row[row]]
+                emit[row] = difference.clamp_min(0.0)
+                plus, minus = float(emit[row].sum()), float((-difference).clamp_min(0.0).sum())
+                here = plus / max(plus, minus) if max(plus, minus) > 0 else 1.0
+                stop[row], remaining = remaining * here, remaining * (1.0 - here)
+        return Verdict(stop, lambda rows: emit[torch.as_tensor(rows)])
+
+
+def spechub_acceptance(p: np.ndarray, q: np.ndarray) -> float:
+    """The probability that SpecHub (2411.05289) accepts one of its two drafted tokens.
+
+    It drafts pairs that contain the hub a, the likeliest token of q: x ~ q, and beside it a, or below x = a a second
+    token from q without a. The target's mass of x != a is taken from the pairs (x, a), then (a, x), and what these
+    pairs have left goes to a: a transport of p, so the output is lossless.
+
+    Args:
+        p, q: ``[V]``.
+    """
+    hub = int(q.argmax())
+    if q[hub] == 1:
+        return float(p[hub])
+    pairs = q / (1.0 - q[hub])  # of x != a: Q(x, a) + Q(a, x), with Q(x, a) = q(x) and Q(a, x) = q(a) q(x) / (1 - q(a))
+    taken = np.delete(np.minimum(p, pairs), hub).sum()
+    return float(taken + min(p[hub], 1.0 - taken))
+
+
+def rules_of_sampled_drafts() -> dict[str, Verifier]:
+    """The rules that are compared on sampled chains, by their names in tables."""
+    return {
+        "token verification": Token(), "block verification": Traversal(), "HSD as published": HSD(),
+        "HSD, capped at the end too": HSD(capped=True),
+    }  # fmt: skip
 
 
 def next_tokens(verdict: Verdict, shape: Shape, token: Sequence[int], root: int, vocabulary: int) -> np.ndarray:  # [V]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import spec_lab.decode.commit
 import spec_lab.propose.grower
+from experiments.exactness.rules import HSD
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
@@ -545,6 +546,10 @@ MUTANTS = [
     Mutant(
         "traversal a <- S", "in place of S / (S + 1 - a)", "step",
         (one_step("1x1", "iid", 0.02), one_step("2x2", "without_replacement", 0.023)), WEIGHT_IS_S, Traversal(),
+    ),
+    Mutant(
+        "HSD as published", "the whole chain is accepted with the uncapped product of p / q", "step",
+        (one_step("1x1", "iid", 0.00207),), HSD(), Traversal(),
     ),
     Mutant(
         "recovery shares draft noise", "the test takes the uniform that drew the token", "loop",
