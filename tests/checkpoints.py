@@ -63,7 +63,7 @@ def short_runs(folder: Path, texts: list[str] = TEXTS) -> list[str]:
     file = prompts(folder / "prompts.jsonl", texts)
     return [
         f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
-        "proposer=ngram", "proposer.depth=3", "max_new_tokens=4", "warmup=0", "baseline=false", "output_dir=swept",
+        "proposer=ngram", "max_new_tokens=4", "warmup=0", "baseline=false", "output_dir=swept",
     ]  # fmt: skip
 
 

@@ -227,8 +227,8 @@ class LlamaLoop:
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
         if sampling.truncates or sampling.penalized:
             raise ValueError(
-                "llama.cpp's bare loop supports sampling.temperature only, not top_k, top_p, min_p, penalties, "
-                "logit_bias or bad_words_ids: leave its arm out"
+                "llama.cpp's bare loop supports sampling.temperature only, not top_k, top_p, min_p, "
+                "repetition_penalty, presence_penalty, frequency_penalty, logit_bias, bad_words_ids: leave its arm out"
             )
         self.target, self.temperature, self.seed = target, sampling.temperature, seed
         require_llama_cpp(target)

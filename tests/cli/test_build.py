@@ -52,7 +52,9 @@ def test_members_are_those_that_the_contracts_declare():
     of = {group: members(get_object(contract)) for group, contract in CONTRACTS.items()}
     assert {"name", "facts", "drawn", "nodes", "requires", "sha256", "propose", "close"} < set(of["proposer"])
     assert required(get_object(CONTRACTS["proposer"])) == ["drawn", "nodes", "name"]
-    assert set(of["policy"]) == {*"name facts stop parts shared_store forget init decide learn toy".split()}
+    assert set(of["policy"]) == {
+        *"name facts stop parts shared_store forget init decide measure admit learn toy toy_of_batch".split()
+    }
     assert {"chains_only", "aim", "__call__"} < set(of["verifier"])
     assert required(get_object(CONTRACTS["verifier"])) == ["accepts", "lossless", "name"]
     assert {"lm", "tokenizer", "context"} < set(of["target"]) and "load" not in of["target"]

@@ -18,6 +18,7 @@ from spec_lab.drafters.medusa.measure import measure
 from spec_lab.drafters.medusa.network import Heads, Trunk
 from spec_lab.drafters.medusa.propose import Medusa
 from spec_lab.propose import calibrate as calibration
+from spec_lab.propose import step_costs
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import calibrate, time_steps
 from spec_lab.propose.cost_cache import CostCache
@@ -297,6 +298,7 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
         return plain(sequences, pending, draft, prefill)
 
     monkeypatch.setattr(target.lm, "prepare", watched)
+    monkeypatch.setattr("spec_lab.propose.calibrate.measure", step_costs.measure)
     monkeypatch.setattr("spec_lab.propose.step_costs.MIN_RATE", 0.0)
     monkeypatch.setattr("spec_lab.propose.step_costs.STEADY", float("inf"))
     monkeypatch.setattr("spec_lab.core.machine.SLACK", float("inf"))
