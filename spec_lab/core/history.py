@@ -123,7 +123,7 @@ class TextHistories:
         """
         if not any(sampling.penalized for sampling in samplings):
             return None
-        texts, prompts = [list(text) for text in texts], list(prompts)
+        texts, prompts = list(texts), list(prompts)
         samplings = list(samplings) * (len(texts) if len(samplings) == 1 else 1)
         shape, seen, counts, bias = (len(texts), vocabulary), None, None, None
         if any(sampling.repetition_penalty != 1 for sampling in samplings):

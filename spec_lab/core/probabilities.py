@@ -114,6 +114,10 @@ class Sampling:
         """The same temperature, top-k, top-p and min-p alone."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
+    def at(self, temperature: float) -> Sampling:
+        """The same parameters at another temperature."""
+        return _at_temperature(self, temperature)
+
     @property
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on how often a token was generated."""
@@ -134,6 +138,12 @@ class Sampling:
         """The numbers added to the logits of tokens, whatever the text: -inf for banned ones."""
         banned = {word[0]: -math.inf for word in self.bad_words_ids if len(word) == 1}
         return {**(self.logit_bias or {}), **banned}
+
+
+@lru_cache(maxsize=1024)
+def _at_temperature(sampling: Sampling, temperature: float) -> Sampling:
+    """Return parameters at another temperature: drafters ask for the same ones in every forward."""
+    return replace(sampling, temperature=temperature)
 
 
 def logits_to_probs(

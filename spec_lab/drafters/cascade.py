@@ -141,10 +141,10 @@ class DraftCascade(Proposer):
     Every step of the target is a decoding of its own for the draft model. Its random choices are keyed as those of a
     fork of the target's sequence that no other step has, so that they are independent of all others.
 
-    The draft probabilities q are the rows from which the inner steps sample, after temperature, truncation and
-    repetition penalty. To keep them, the rows of the chain are copied twice, and inner steps at temperature 0 compute
-    their probabilities as others do where a batch mixes temperatures. Nothing is kept with ``drawn`` "deterministic",
-    or where every temperature is 0: inner steps then follow the arg max.
+    The draft probabilities q are the rows from which the inner steps sample, after temperature, truncation, penalties,
+    biases and banned words. To keep them, the rows of the chain are copied twice, and inner steps at temperature 0
+    compute their probabilities as others do where a batch mixes temperatures. Nothing is kept with ``drawn``
+    "deterministic", or where every temperature is 0: inner steps then follow the arg max.
 
     Tokens are drafted without the masks of a constraint.
 
@@ -241,7 +241,7 @@ class DraftCascade(Proposer):
     def sampling(self, request: Sampling) -> Sampling:
         """How the draft model samples for a request."""
         temperature = 0.0 if self.drawn == "deterministic" else self.temperature
-        return request if temperature is None else replace(request, temperature=temperature)
+        return request if temperature is None else request.at(temperature)
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See ``Proposer``."""

@@ -24,7 +24,7 @@ NEUTRAL: Mapping[str, Any] = {
 """Fields that change what is generated and that ``Sampling`` does not have, with the values that change nothing."""
 
 
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words_ids")
+ALSO_GREEDY = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words_ids")
 """Fields that change greedy decoding as well."""
 
 
@@ -97,7 +97,7 @@ class CheckpointSampling:
             stops = [[token] for token in (stop if isinstance(stop, list) else [stop])]
             named["bad_words_ids"] = [word for word in named["bad_words_ids"] if word not in stops]
         if recommended.get("do_sample") is not True:
-            named = {name: value for name, value in named.items() if name in PENALTIES}
+            named = {name: value for name, value in named.items() if name in ALSO_GREEDY}
         elif "temperature" not in named:
             named["temperature"] = 1.0
         try:

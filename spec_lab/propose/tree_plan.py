@@ -104,7 +104,8 @@ class TreePlan:
         temperature: the drafter's own; None uses each request's.
         confidence: between 0, off, and 1.
         budget: of trees that grow best first, in place of ``tree``; None for none.
-        penalized: whether the requests' repetition penalties apply; False where the drafter has tokens of its own.
+        penalized: whether the requests' penalties, biases and banned words apply; False where the drafter has tokens of
+            its own.
 
     Raises:
         ValueError: options that exclude each other; names them.
@@ -241,7 +242,7 @@ class TreePlan:
     def sampling(self, request: Sampling) -> Sampling:
         """How the drafter samples for a request."""
         request = request if self.penalized else request.without_penalties
-        return request if self.temperature is None else replace(request, temperature=self.temperature)
+        return request if self.temperature is None else request.at(self.temperature)
 
     def stop(self, batch: Batch) -> Stop | None:
         """Where drafts of a batch stop early: by its policy's rule, else by the ``confidence``."""

@@ -17,8 +17,9 @@ from spec_lab.verify.verdict import Verdict, Verifier
 class Aimed(Verifier):
     """Exact against pi (``aim``), a mixture of p and q: the output has the distribution pi as that of ``token`` has p.
 
-    A row where nothing was drawn, a leaf, has no q: there pi = p. And q is cut to the tokens that p allows, so that a
-    constraint holds for the draft's part as well. Deterministic tokens have no q, so drafts with them are not accepted.
+    A row where nothing was drawn, a leaf, has no q: there pi = p. And q is cut to the tokens that p allows, so that
+    constraints, top-k, top-p and min-p hold for the draft's part as well (at temperature 0 nothing but p is left).
+    Deterministic tokens have no q, so drafts with them are not accepted.
     """
 
     accepts = frozenset({"iid", "without_replacement"})

@@ -14,13 +14,13 @@ from spec_lab.verify.aimed import Aimed, allowed
 class Diversed(Aimed):
     """Aim at pi = w p + (1 - w) q, the static form of DIVERSED's ensemble of target and draft.
 
-    Source: 2604.07622. (There a network may learn w for each token; here w is a constant.) A drafted token of a chain
-    is accepted with probability 1 - w TV(p, q), and the distribution of the next token is (1 - w) TV(p, q) from p: so
-    w traces what a lossy rule of this kind gains and costs. Lossy, and exact against pi. See ``Aimed`` for rows without
-    q, and for constraints.
+    Source: 2604.07622. (There a network may learn w for each token; here w is a constant.) Where p has mass on
+    all of q, a drafted token of a chain is accepted with probability 1 - w TV(p, q), and the distribution of the next
+    token is (1 - w) TV(p, q) from p: so w traces what a lossy rule of this kind gains and costs. Lossy, and exact
+    against pi. See ``Aimed`` for rows without q, and where p does not have all tokens of q.
 
     Args:
-        weight: w of the target; 1: as token, lossless; 0: every drafted token is accepted.
+        weight: w of the target; 1: as token, lossless; 0: every drafted token is accepted that p allows.
     """
 
     weight: Share = 0.5

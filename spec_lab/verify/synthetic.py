@@ -56,9 +56,8 @@ class Synthetic(Verifier):
         """
         check_rows(draft, p)
         shape, arrays = draft.shape, Arrays.like(p)
-        first = np.ones(shape.rows, dtype=bool)  # rows whose path from the root has first children only
-        for node, parent in enumerate(shape.parent.tolist()):
-            first[shape.roots + node] = first[parent] and shape.rank[node] == 0
+        later = np.concatenate([np.zeros(shape.roots, dtype=bool), shape.rank > 0, [False]])  # -1 is beyond the root
+        first = ~later[shape.lineage].any(-1)  # rows whose path from the root has first children only
         reach = np.zeros(max(shape.deepest, len(self.rates)) + 2)
         reach[: len(self.rates) + 1] = (1.0, *self.rates)
         ends = np.where(shape.count > 0, reach[shape.depth + 1], 0.0)

@@ -40,7 +40,7 @@ def test_what_it_writes_is_found_and_explained(flat_cli, tmp_path, kind):
     [
         ("My-Part", "cannot be the name of a package"), ("lambda", "cannot be the name of a package"),
         ("../part", "cannot be the name of a package"), ("medusa", "proposer=medusa exists"),
-        ("json", "there is a module json already"),
+        ("json", "there is a module json already"), ("draft", "would be Draft, which it imports"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_not_possible_is_refused_and_nothing_is_written(flat_cli, tmp_path, name, why):

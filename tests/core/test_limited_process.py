@@ -100,6 +100,7 @@ def test_an_interrupted_request_leaves_no_answer_for_the_next(process, monkeypat
 SCRIPT = """
 import json, os, signal, sys
 from spec_lab.core.limited_process import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that began the tests in the background ignores it
 process = LimitedProcess("spec_lab.text.template_sandbox")
 def ask(source): return process.ask({"source": source, "given": {}}, ProcessLimits(60.0, 2**30, 100.0))
 print(json.dumps([ask("a"), process._process.pid]), flush=True)

@@ -74,12 +74,11 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
     check_name(kind, name)
     if folder.exists():
         raise FileExistsError(f"{folder} exists: choose another name, or another folder with --out DIR")
-    title = "".join(word.capitalize() for word in name.split("_"))
 
     def renamed(file: str) -> str:
         text = (Path(__file__).parent / kind / file).read_text(encoding="utf-8")
         text = text.replace(f"{__name__}.{kind}.part", f"{name}.part")
-        return text.replace(f"my_{kind}", name).replace(f"My{kind.capitalize()}", title)
+        return text.replace(f"my_{kind}", name).replace(f"My{kind.capitalize()}", _title(name))
 
     texts = {
         "pyproject.toml": PROJECT.substitute(name=name, kind=kind),
@@ -106,7 +105,15 @@ def check_name(kind: str, name: str) -> None:
             f"{name!r} cannot be the name of a package: write lower-case letters, digits and underscores, a letter "
             "first, at most 50, such as my_drafter"
         )
+    written = (Path(__file__).parent / kind / "part.py").read_text(encoding="utf-8")
+    if kind != "metric" and _title(name) in set(re.findall(r"\w+", written)) - {f"My{kind.capitalize()}"}:
+        raise ValueError(f"the class of {name!r} would be {_title(name)}, which it imports: choose another name")
     if name in choices(GROUPS[kind]):
         raise ValueError(f"{GROUPS[kind]}={name} exists: choose another name")
     if find_spec(name) is not None:
         raise ValueError(f"there is a module {name} already, which the package would hide: choose another name")
+
+
+def _title(name: str) -> str:
+    """Return the name of a part's class."""
+    return "".join(word.capitalize() for word in name.split("_"))

@@ -14,7 +14,7 @@ class After(ConstraintState):
     """The state after a token.
 
     Args:
-        token: it.
+        token: the last token.
         words: ``[W]`` the mask that allows every token.
         vocabulary: V.
     """

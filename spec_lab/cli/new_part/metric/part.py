@@ -6,7 +6,7 @@ from spec_lab.analysis.metrics import Tables
 
 
 def my_metric(tables: Tables, arm: str, shortest: int = 1) -> dict[str, pd.Series]:
-    """Return the characters of an output's token, of each request.
+    """Return the mean number of characters per token of each request's output.
 
     Args:
         tables: the run's rows.
