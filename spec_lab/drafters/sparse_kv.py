@@ -90,6 +90,7 @@ class SparseKV(DraftModel):
     """
 
     lm: SparseLM
+    text_only = False  # copies, and what the target computed, differ from what the draft computes of the same tokens
 
     def __init__(self, lm: SparseLM, context: int, plan: TreePlan) -> None:
         super().__init__(lm, context, plan, "sparse_kv")

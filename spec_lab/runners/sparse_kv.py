@@ -6,7 +6,8 @@ end of the prompt attends most (SnapKV, 2404.14469). As drafts of the model itse
 
 Keys and values are copied as the whole cache has them, at their own positions. What the small cache computes itself
 (the root of a draft and its nodes) is removed when the sequence goes on: verification has computed these tokens with
-the whole cache, whose keys and values are copied. So a small cache follows from the sequence's text alone.
+the whole cache, whose keys and values are copied. So the logits of a draft follow from the sequence's text and from
+where the step began in it.
 """
 
 from __future__ import annotations

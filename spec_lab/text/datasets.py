@@ -98,11 +98,12 @@ def load(
         raise WrongOption(f"revision must name a branch, tag or commit, without path (got {brief(revision)})")
     _check_parts(name, dataset, path, subset, category)
     if path is None and revision is None and dataset.bundled:
-        file, limit = str(BUNDLED), min(limit or dataset.bundled, dataset.bundled)
+        file, questions = str(BUNDLED), dataset.bundled
     else:
+        questions = None
         file = _fetched(name, dataset, revision, subset) if path is None else _local(name, dataset, path, subset)
     prompts = {}
-    chosen = records(file, limit if category is None else None, columns=dataset.columns)
+    chosen = islice(records(file, limit if category is None else None, columns=dataset.columns), questions)
     if category is not None:
         chosen = islice(_of_category(chosen, dataset.category, category, file), limit)
     for where, line, record in islice(chosen, 0, None, every):

@@ -111,6 +111,14 @@ def test_stated_distributions_are_those_of_a_forward_on_exactly_these_cells(targ
 
 
 @pytest.mark.parametrize("method", SELECTIONS)
+def test_a_stated_distribution_depends_on_where_its_step_began(target, plain, method):
+    text = [*PROMPTS[0], 7]
+    one_step, two_steps = (expected(plain, SELECTIONS[method], *ends) for ends in ((text, [8]), ([*text, 8], [])))
+    assert (one_step - two_steps).abs().max() > 1e-6
+    assert not sparse_kv(target, SELECTIONS[method]).text_only
+
+
+@pytest.mark.parametrize("method", SELECTIONS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.each_value
 def test_greedy_drafting_emits_the_target_s_tokens(target, truth, plan, method):

@@ -195,6 +195,9 @@ def test_mt_bench_and_spec_bench_are_bundled():
     assert len(questions) == 480 and {counts[task] for task in ("translation", "summarization", "qa", "rag")} == {80}
     assert [len(load(name, limit=3)) for name in ("mt_bench", "spec_bench")] == [3, 3]
     assert load("spec_bench", limit=17, every=8, turns=1) == questions[:17:8]
+    assert load("mt_bench", category="math") == [chat for chat in chats if chat.workload == "math"]
+    with pytest.raises(ValueError, match="category='translation' is not in .*, which has coding"):
+        load("mt_bench", category="translation")
     digest = hashlib.sha256(datasets.BUNDLED.read_bytes()).hexdigest()
     assert digest in (datasets.BUNDLED.parent / "README.md").read_text()
 
