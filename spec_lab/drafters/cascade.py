@@ -134,6 +134,37 @@ class WithinChain(Proposer):
         self.inner.observe(observed)
 
 
+def check_lossless(verifier: Any) -> None:
+    """Refuse a verifier of inner drafts that is lossy.
+
+    Raises:
+        WrongOption: it is.
+    """
+    if not verifier.lossless:
+        raise WrongOption(
+            f"verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be distributed as the "
+            "draft model's probabilities state: choose a lossless one, such as verifier@proposer.verifier=token"
+        )
+
+
+def inner_arm(model: Target, inner: Proposer, verifier: Any, model_name: str) -> Arm:
+    """Return the arm of the draft model's decoding.
+
+    Args:
+        model: the draft model.
+        inner: the inner proposer, whose target it is.
+        verifier: of inner drafts.
+        model_name: for the message.
+
+    Raises:
+        WrongOption: the model lacks what the inner proposer requires, or the verifier does not support what it draws.
+    """
+    try:
+        return Arm(model, inner, verifier, CounterDraws(0))
+    except ValueError as error:
+        raise WrongOption(f"inner, whose target is {model_name}: {error}") from error
+
+
 @dataclass(eq=False)
 class DraftCascade(Proposer):
     """Drafts the tokens that a draft model emits, decoded with an inner proposer.
@@ -193,21 +224,12 @@ class DraftCascade(Proposer):
                 model does not have.
             OSError: no checkpoint there.
         """
-        if not verifier.lossless:
-            raise WrongOption(
-                f"verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be "
-                "distributed as the draft model's probabilities state: choose a lossless one, such as "
-                "verifier@proposer.verifier=token"
-            )
+        check_lossless(verifier)
         draft = load_draft(target, path, revision)
         check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
         lm = draft.runner(None)
         model = Target(lm, draft.tokenizer, path, draft.context, draft.sha256, 0.0, target.cache, frozenset(draft.ends))
-        smaller = inner(model)
-        try:
-            arm = Arm(model, smaller, verifier, CounterDraws(0))
-        except ValueError as error:
-            raise WrongOption(f"inner, whose target is the draft model {path}: {error}") from error
+        arm = inner_arm(model, inner(model), verifier, f"the draft model {path}")
         return DraftCascade(arm, depth, drawn, temperature)
 
     @property

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 from spec_lab.core.options import Count, Temperature, Whole, WrongOption, checked
-from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.request import Request
-from spec_lab.decode.arm import Arm, Memory
+from spec_lab.decode.arm import Memory
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
 from spec_lab.decode.sequence import SequenceState
-from spec_lab.drafters.cascade import DraftCascade, DraftedText
+from spec_lab.drafters.cascade import DraftCascade, DraftedText, check_lossless, inner_arm
 from spec_lab.drafters.sparse_kv import sparse_lm
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices, TreeDepth, depth_of
@@ -90,11 +89,7 @@ class TriForce(DraftCascade):
             ValueError: a wrong option; a lossy verifier; an inner proposer that reads hidden states of all positions.
             Unsupported: as of ``sparse_lm``.
         """
-        if not verifier.lossless:
-            raise WrongOption(
-                f"verifier: the verifier '{verifier.name}' is lossy, so that the chain would not be distributed as its "
-                "probabilities state: choose a lossless one, such as verifier@proposer.verifier=token"
-            )
+        check_lossless(verifier)
         model = replace(target, lm=sparse_lm(target, Selection(selection, budget, sinks, window, kernel), "triforce"))
         smaller = inner(model)
         if smaller.requires.hidden and smaller.requires.every_position:
@@ -102,10 +97,7 @@ class TriForce(DraftCascade):
                 f"inner: the proposer '{smaller.name}' reads hidden states of all positions, but those of copied "
                 "positions are not kept: choose another one, such as proposer@proposer.inner=draft_chain"
             )
-        try:
-            arm = Arm(model, smaller, verifier, CounterDraws(0))
-        except ValueError as error:
-            raise WrongOption(f"inner, whose target is the target on a small KV cache: {error}") from error
+        arm = inner_arm(model, smaller, verifier, "the target on a small KV cache")
         return TriForce(arm, depth, drawn, temperature)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> TriForce:

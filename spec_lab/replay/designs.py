@@ -15,6 +15,7 @@ it.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def verifier_of(text: str) -> Verifier:
         ValueError: an unknown name or option, or a wrong value.
     """
     name, _, given = text.partition(":")
-    make = VERIFIERS.get(name) or _class(name)
+    make: Callable[..., Verifier] = VERIFIERS.get(name) or _class(name)
     options: dict[str, Any] = {"lenience": 0.8} if name == "lenient" else {}
     for option in filter(None, given.split(",")):
         key, _, value = option.partition("=")
@@ -55,16 +56,16 @@ def verifier_of(text: str) -> Verifier:
                 options[key] = float(value)
             except ValueError:
                 options[key] = value
+    signature = inspect.signature(make)
     try:
-        made = make(**options)
-    except TypeError:
-        raise ValueError(f"verifier '{name}' has no option {', '.join(map(brief, options)) or given}") from None
-    if not isinstance(made, Verifier):
-        raise ValueError(f"{name} makes no spec_lab.verify.Verifier but {type(made).__name__}: name its class")
-    return made
+        signature.bind(**options)
+    except TypeError as error:
+        known = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"verifier {brief(text)}: {error}; the options of {name} are {known}") from None
+    return make(**options)
 
 
-def _class(path: str) -> Callable[..., Any]:
+def _class(path: str) -> type[Verifier]:
     """Return the class of a verifier of one's own, by its import path.
 
     Raises:
@@ -76,15 +77,17 @@ def _class(path: str) -> Callable[..., Any]:
             f"replay has no verifier {brief(path)}; it has {', '.join(VERIFIERS)}, and classes by their import path"
         )
     try:
-        found = getattr(import_module(module), name)
+        made = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"the verifier {brief(path)} cannot be imported ({error}): install its package, or add its folder to "
             "PYTHONPATH"
         ) from error
-    if not callable(found):
-        raise ValueError(f"{path} is no class of a verifier but {brief(found)}")
-    return found
+    if not isinstance(made, type) or not issubclass(made, Verifier):
+        raise ValueError(
+            f"{path} is no class of a verifier but {brief(made)}: name a class derived from spec_lab.verify.Verifier"
+        )
+    return made
 
 
 @dataclass(frozen=True)

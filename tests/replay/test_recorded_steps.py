@@ -243,8 +243,10 @@ def test_designs_are_all_combinations_and_the_table_is_sorted(target):
     with pytest.raises(ValueError, match="replay has no verifier 'tokens'"):
         designs(trees, Options(verifiers=["tokens"]))
     assert verifier_of("typical:epsilon=0.2,delta=0.4") == Typical(0.2, 0.4)
-    with pytest.raises(ValueError, match="no option 'epsilon'"):
+    with pytest.raises(ValueError, match="'token:epsilon=0.2': .*'epsilon'; the options of token are none"):
         verifier_of("token:epsilon=0.2")
+    with pytest.raises(ValueError, match="'typical:eps=0.2': .*'eps'; the options of typical are epsilon, delta"):
+        verifier_of("typical:eps=0.2")
 
 
 class Mine(Verifier):
@@ -254,7 +256,9 @@ class Mine(Verifier):
     accepts = Token.accepts
     lossless = True
 
-    def __init__(self, top_down: bool | None = None) -> None:
+    def __init__(self, top_down: bool | int | None = None) -> None:
+        if not isinstance(top_down, bool | None):
+            raise TypeError("a number is no direction")
         if top_down is not None:
             self.replayed = Replayed(whole_rows=False, top_down=top_down)
 
@@ -281,11 +285,17 @@ def test_a_verifier_of_one_s_own_is_replayed_as_far_as_it_declares():
 @pytest.mark.parametrize(
     ("path", "why"),
     [("no_such_package.Mine", "cannot be imported"), (f"{__name__}.Yours", "cannot be imported"),
-     (f"{__name__}.ALL", "is no class of a verifier"), ("collections.OrderedDict", "makes no spec_lab.verify")],
+     (f"{__name__}.ALL", "is no class of a verifier but .*: name a class derived from"),
+     ("collections.OrderedDict", "is no class of a verifier")],
 )  # fmt: skip
 def test_a_path_that_names_no_verifier_is_refused(path, why):
     with pytest.raises(ValueError, match=why):
         verifier_of(path)
+
+
+def test_a_type_error_of_a_verifier_of_one_s_own_is_not_taken_for_an_unknown_option():
+    with pytest.raises(TypeError, match="a number is no direction"):
+        verifier_of(f"{__name__}.Mine:top_down=1")
 
 
 def test_a_subtree_is_closed_under_parents_and_earlier_siblings():

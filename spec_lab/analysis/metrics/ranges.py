@@ -82,8 +82,8 @@ def in_ranges(
     number, clusters = np.searchsorted(ends, where), np.asarray(clusters)
     largest = int(where.max(initial=1))
     rows = []
-    for place, (first, last) in enumerate(zip([1, *(end + 1 for end in ends)], ends, strict=False)):
-        inside = number == place
+    for index, (first, last) in enumerate(zip([1, *(end + 1 for end in ends)], ends, strict=False)):
+        inside = number == index
         if inside.any():
             figures = {
                 name: cluster_interval(top[inside], bottom[inside], clusters[inside])._asdict()
