@@ -8,7 +8,7 @@ texts, and in large batches, a forward of the target mostly reads keys and value
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Unpack, cast
+from typing import Annotated, Any, TypedDict, Unpack, cast
 
 from spec_lab.core.options import Count, Whole, WrongOption, checked
 from spec_lab.core.request import Request
@@ -21,23 +21,56 @@ from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.trees import Choices
 from spec_lab.runners.runner import DraftRunner
-from spec_lab.runners.sparse_kv import Selection, SparseLM
+from spec_lab.runners.sparse_kv import OF_METHOD, Method, Selection, SparseLM
 
 
-def sparse_lm(target: Target, selection: Selection, proposer: str) -> SparseLM:
+class SelectionOptions(TypedDict, total=False):
+    """Options of proposers that draft on a small KV cache.
+
+    Args:
+        selection: streaming_llm: the first sinks and the last budget - sinks positions; snapkv: positions of the
+            prompt that its end attends to, and all after it.
+        budget: positions in the small cache; of snapkv, those of the prompt.
+        sinks: of streaming_llm: first positions that are kept; None: 4.
+        window: of snapkv: last tokens of the prompt, whose attention ranks the others for each head; None: 32.
+        kernel: of snapkv: positions over which ranks are averaged, an odd number; None: 5.
+    """
+
+    selection: Method
+    budget: Annotated[int, Whole(2)]
+    sinks: Count | None
+    window: Count | None
+    kernel: Count | None
+
+
+class SparseTreeOptions(SelectionOptions, TreeOptions, total=False):
+    """Options of the small KV cache and of the trees."""
+
+
+def sparse_lm(target: Target, proposer: str, **options: Unpack[SelectionOptions]) -> SparseLM:
     """Return the target's model on small KV caches.
 
     Args:
         target: the target.
-        selection: of the positions.
         proposer: that drafts with it, for messages.
+        options: of the small caches.
 
     Raises:
-        WrongOption: a selection that leaves no positions, or has an even kernel.
+        WrongOption: one that the selection does not read; a selection that leaves no positions; an even kernel.
         Unsupported: a target whose KV cache cannot be read, or has layers without full attention.
     """
+    method = options.get("selection", "streaming_llm")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given.pop("selection", None)
+    for other, names in OF_METHOD.items():
+        if unread := [name for name in names if name in given and other != method]:
+            raise WrongOption(
+                f"{unread[0]} is read with selection={other} only, not with {method} (got {given[unread[0]]}): leave "
+                f"it null, or set selection={other}"
+            )
+    selection = Selection(method, **given)
     if not 0 < selection.fixed < selection.budget:
-        option = "sinks" if selection.method == "streaming_llm" else "window"
+        option = OF_METHOD[method][0]
         raise WrongOption(
             f"{option} must be less than proposer.budget={selection.budget}, of which it is a part (got "
             f"{getattr(selection, option)})"
@@ -53,8 +86,8 @@ def sparse_lm(target: Target, selection: Selection, proposer: str) -> SparseLM:
 
 
 @dataclass(eq=False, kw_only=True)
-class SparseCache(DraftCache):
-    """A small cache of a sequence, which is brought in line with the target's in each step.
+class TargetCopies:
+    """How far the small cache of a sequence has followed the target's.
 
     Args:
         lm: of the small cache.
@@ -68,10 +101,19 @@ class SparseCache(DraftCache):
     source: Any = None
     copied: int = 0
 
+    def copy_to(self, kv: Any) -> None:
+        """Remove what was drafted from the small cache, and copy what the target has computed."""
+        kv.truncate(min(self.copied, len(kv)))
+        self.lm.follow(kv, self.source, self.prompt)
+
+
+@dataclass(eq=False, kw_only=True)
+class SparseCache(TargetCopies, DraftCache):
+    """A small cache of a sequence, which is brought in line with the target's in each step."""
+
     def follow(self, tokens: list[int]) -> list[int]:
-        """Remove what was drafted, and copy what the target has computed; return the tokens that it has not."""
-        self.kv.truncate(min(self.copied, len(self.kv)))
-        self.lm.follow(cast(Any, self.kv), self.source, self.prompt)
+        """Copy what the target has computed; return the tokens that it has not."""
+        self.copy_to(self.kv)
         self.copied = len(self.source)
         return tokens[self.copied :]
 
@@ -100,31 +142,23 @@ class SparseKV(DraftModel):
     @checked
     def load(  # type: ignore[override]
         target: Target,
-        selection: Literal["streaming_llm", "snapkv"] = "streaming_llm",
-        budget: Annotated[int, Whole(2)] = 256,
-        sinks: Count = 4,
-        window: Count = 32,
-        kernel: Count = 5,
-        **options: Unpack[TreeOptions],
+        **options: Unpack[SparseTreeOptions],
     ) -> SparseKV:
         """Check that the target's cells can be copied.
 
         Args:
             target: drafts and verifies.
-            selection: streaming_llm: the first sinks and the last budget - sinks positions; snapkv: positions of the
-                prompt that its end attends to, and all after it.
-            budget: positions in the small cache; of snapkv, those of the prompt.
-            sinks: of streaming_llm: first positions that are kept.
-            window: of snapkv: last tokens of the prompt, whose attention ranks the others for each head.
-            kernel: of snapkv: positions over which ranks are averaged, an odd number.
-            options: of the trees.
+            options: of the small caches and the trees.
 
         Raises:
             ValueError: a wrong option; a tree wider than the vocabulary.
             Unsupported: a target whose KV cache cannot be read, or has layers without full attention.
         """
-        plan = TreePlan.read(**options)
-        lm = sparse_lm(target, Selection(selection, budget, sinks, window, kernel), "sparse_kv")
+        of_cache = SelectionOptions.__optional_keys__
+        trees, caches = ({name: value for name, value in options.items() if (name in of_cache) == small}
+                         for small in (False, True))  # fmt: skip
+        plan = TreePlan.read(**cast(TreeOptions, trees))
+        lm = sparse_lm(target, "sparse_kv", **cast(SelectionOptions, caches))
         plan.check_width(target.vocabulary)
         return SparseKV(lm, target.context, plan)
 

@@ -7,40 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
-from spec_lab.core.options import Count, Temperature, Whole, WrongOption, checked
+from spec_lab.core.options import Temperature, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.decode.arm import Memory
 from spec_lab.decode.proposer import Observation, Proposer, Requires, runner_kv_bytes
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.drafters.cascade import DraftCascade, DraftedText, check_lossless, inner_arm
-from spec_lab.drafters.sparse_kv import sparse_lm
+from spec_lab.drafters.sparse_kv import SelectionOptions, TargetCopies, sparse_lm
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import Choices, TreeDepth, depth_of
 from spec_lab.runners.runner import DraftRunner
-from spec_lab.runners.sparse_kv import Selection, SparseLM
+from spec_lab.runners.sparse_kv import SparseLM
 
 
 @dataclass(eq=False, kw_only=True)
-class SparseText(DraftedText):
-    """States of the small cache and of the inner proposer for a sequence.
-
-    Args:
-        lm, prompt, source, copied: see ``SparseCache``.
-    """
-
-    lm: SparseLM
-    prompt: tuple[int, ...]
-    source: Any = None
-    copied: int = 0
+class SparseText(TargetCopies, DraftedText):
+    """States of the small cache and of the inner proposer for a sequence."""
 
     def follow(self, text: Sequence[int], inner: Proposer) -> None:
-        """Remove what was drafted, and copy what the target has computed."""
-        self.kv.truncate(min(self.copied, len(self.kv)))
+        """Copy what the target has computed."""
         if self.tokens:
             inner.rewind(self.inner, self.copied)
-        self.lm.follow(cast(Any, self.kv), self.source, self.prompt)
+        self.copy_to(self.kv)
         self.tokens, self.text = list(text), len(text)
 
 
@@ -60,14 +50,10 @@ class TriForce(DraftCascade):
         target: Target,
         inner: Callable[[Target], Proposer],
         verifier: Any,
-        selection: Literal["streaming_llm", "snapkv"] = "streaming_llm",
-        budget: Annotated[int, Whole(2)] = 256,
-        sinks: Count = 4,
-        window: Count = 32,
-        kernel: Count = 5,
         depth: TreeDepth = 6,
         drawn: Literal["iid", "deterministic"] = "iid",
         temperature: Temperature | None = None,
+        **options: Unpack[SelectionOptions],
     ) -> TriForce:
         """Load the inner proposer for the target on a small KV cache.
 
@@ -75,22 +61,17 @@ class TriForce(DraftCascade):
             target: drafts and verifies.
             inner: loads the inner proposer, whose target it is.
             verifier: of inner drafts.
-            selection: streaming_llm: the first sinks and the last budget - sinks positions; snapkv: positions of the
-                prompt that its end attends to, and all after it.
-            budget: positions in the small cache; of snapkv, those of the prompt.
-            sinks: of streaming_llm: first positions that are kept.
-            window: of snapkv: last tokens of the prompt, whose attention ranks the others for each head.
-            kernel: of snapkv: positions over which ranks are averaged, an odd number.
             depth: length of the chain.
             drawn: iid: sampled; deterministic: the likeliest token.
             temperature: of the draft; None: each request's.
+            options: of the small caches.
 
         Raises:
             ValueError: a wrong option; a lossy verifier; an inner proposer that reads hidden states of all positions.
             Unsupported: as of ``sparse_lm``.
         """
         check_lossless(verifier)
-        model = replace(target, lm=sparse_lm(target, Selection(selection, budget, sinks, window, kernel), "triforce"))
+        model = replace(target, lm=sparse_lm(target, "triforce", **options))
         smaller = inner(model)
         if smaller.requires.hidden and smaller.requires.every_position:
             raise WrongOption(

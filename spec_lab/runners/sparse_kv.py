@@ -12,7 +12,7 @@ where the step began in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +28,10 @@ from spec_lab.runners.kv_cache import CellSequence
 from spec_lab.runners.softmax import Softmax, causal_mask
 
 Method = Literal["streaming_llm", "snapkv"]
+
+
+OF_METHOD: Mapping[Method, tuple[str, ...]] = {"streaming_llm": ("sinks",), "snapkv": ("window", "kernel")}
+"""Fields of ``Selection`` that one method alone reads."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Selection:
     @property
     def facts(self) -> dict[str, Any]:
         """The options that its method has, for records."""
-        options = ("sinks",) if self.method == "streaming_llm" else ("window", "kernel")
-        return {"selection": self.method, "budget": self.budget} | {name: getattr(self, name) for name in options}
+        read = {name: getattr(self, name) for name in OF_METHOD[self.method]}
+        return {"selection": self.method, "budget": self.budget} | read
 
     @property
     def few(self) -> Selection:

@@ -258,12 +258,18 @@ def test_triforce_refuses_an_inner_proposer_that_reads_hidden_states_of_all_posi
 # Loading -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
-    dict(budget=4, sinks=4), dict(selection="snapkv", budget=32), dict(selection="snapkv", kernel=4),
+@pytest.mark.parametrize(("options", "why"), [
+    (dict(budget=4, sinks=4), "sinks must be less than proposer.budget=4"),
+    (dict(selection="snapkv", budget=32), r"window must be less than .* \(got 32\)"),
+    (dict(selection="snapkv", kernel=4), "kernel must be odd"),
+    (dict(selection="snapkv", sinks=4), "sinks is read with selection=streaming_llm only, not with snapkv"),
+    (dict(window=32), "window is read with selection=snapkv only"), (dict(kernel=4), "kernel is read with"),
 ])  # fmt: skip
-def test_wrong_options_are_refused(target, options):
-    with pytest.raises(ValueError, match="(sinks|window) must be less than|kernel must be odd"):
+def test_wrong_options_are_refused(target, options, why):
+    with pytest.raises(ValueError, match=why):
         SparseKV.load(target, **options, depth=3)
+    with pytest.raises(ValueError, match=why):
+        TriForce.load(target, lambda model: Ngram(3, 2, 1), Token(), **options)
 
 
 @pytest.mark.parametrize(("other", "why"), [
@@ -275,6 +281,6 @@ def test_targets_without_full_attention_over_cells_are_refused(other, why):
 
 
 def test_records_state_the_selection(target):
-    facts = SparseKV.load(target, "snapkv", 64, depth=3).facts
+    facts = SparseKV.load(target, selection="snapkv", budget=64, depth=3).facts
     assert {"selection": "snapkv", "budget": 64, "window": 32, "kernel": 5}.items() <= facts.items()
     assert SparseKV.load(target, depth=3).target_cells == 0
