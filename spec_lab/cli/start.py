@@ -209,9 +209,12 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None,
             work, lab, settings, shown = _prepare(config, out, overrides, retried)
         with interrupt.Raising():
             return int(work(lab, settings, shown))
-    except WrongOption as error:  # of the task, which checks its options with the parts
-        of_task = re.match(r"\w*", str(error))[0] in config.task  # type: ignore[index]
-        message = qualified(reason(error), "task", config.task) if of_task else reason(error)
+    except WrongOption as error:  # of the task and the sampling, whose options are checked with the parts
+        option, message = re.match(r"\w*", str(error))[0], reason(error)  # type: ignore[index]
+        for part in ("task", "sampling"):
+            if option in (config.get(part) or {}):
+                message = qualified(message, part, config[part])
+                break
         raise Refused(f"spec_lab: {message}") from error
     finally:
         torch.set_num_threads(threads)

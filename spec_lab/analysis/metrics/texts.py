@@ -72,7 +72,7 @@ def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baselin
     """Return the share of sequences whose tokens equal the baseline's, of those after the same prompt: a later turn of
     a conversation has another one where an earlier answer differs.
 
-    At temperature 0 a share below 1 means rounding (near ties in half precision) or an error.
+    At temperature 0 a share below 1 means a lossy verifier, rounding (near ties in half precision) or an error.
     """
     pairs = _pairs(requests, arm, baseline)
     return ratio(sum(tokens == expected for _, tokens, expected in pairs), len(pairs))

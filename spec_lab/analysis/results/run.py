@@ -395,15 +395,22 @@ def _identical(run: RunFiles, arms: Arms) -> list[str]:
     if not shares:
         return []
     prompts = run.tables.requests["request"].nunique()
-    different = [f"{name} {round(share * prompts)} of {prompts}" for name, share in shares.items() if share < 1]
+    lossy = {name for name in shares if arms[name].get("lossless") is False}
+    different = [
+        f"{name} {round(share * prompts)} of {prompts}{' (lossy verifier)' * (name in lossy)}"
+        for name, share in shares.items()
+        if share < 1
+    ]
     if not different:
         return ["All outputs are identical to the baseline's."]
     line = f"Outputs identical to the baseline's: {', '.join(different)}"
-    margins = [margin["largest"] for margin in run.summary["output_margins"].values()]
-    if not margins or None in margins:
+    largest = {name: each["largest"] for name, each in run.summary["output_margins"].items() if name not in lossy}
+    if not largest or None in largest.values():
         return [f"{line}."]
     dtype = target_dtype(run.manifest) or "the target's data type"
-    line += f"; the others first differ at tokens whose logits are within {max(margins):.2g}, by rounding in {dtype}"
+    others = "the others" + f" of {', '.join(largest)}" * bool(lossy)
+    line += f"; {others} first differ at tokens whose logits are within {max(largest.values()):.2g}, by rounding in "
+    line += dtype
     return [line + "; target.dtype=float32 checks that." if dtype != "float32" else f"{line}."]
 
 

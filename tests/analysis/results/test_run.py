@@ -85,6 +85,10 @@ def test_at_temperature_0_every_arm_with_other_outputs_than_the_baseline_is_name
     summary["output_margins"] = {"longer": {"outputs": 2, "median": 0.0123, "largest": 0.5}}
     assert "longer 4 of 5; the others first differ at tokens whose logits are within 0.5," in words(shown(summary))
     assert "tokens differ by longer 0.012 (0.5): median (largest)" in words(shown(summary, verbose=True))
+    summary["arms"][main]["lossless"] = False
+    assert "2 of 5 (lossy verifier), longer 4 of 5; the others of longer first differ" in words(shown(summary))
+    summary["arms"]["longer"]["lossless"] = False
+    assert "longer 4 of 5 (lossy verifier)." in words(shown(summary))
 
 
 def test_arms_are_reported_as_lossless_lossy_failed_or_not_certified(summary):
