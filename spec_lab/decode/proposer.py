@@ -103,6 +103,7 @@ DECLARED = {
     "shared_store": TEXT,
     "text_only": FLAG,
     "why_not_stopped": TEXT_OR_NONE,
+    "why_not_admitted": TEXT,
     "part_names": TEXTS,
     "predicts": FLAG,
     "facts": FACTS,
@@ -187,6 +188,13 @@ class Proposer(Part):
         that does not ask ``Batch.stop`` at every row it draws from where to stop.
         """
         return None
+
+    @default
+    def why_not_admitted(self) -> str:
+        """Why a policy must not choose which rows of a draft are verified, with the option to change; empty where it
+        may. It may where a sampled node has children, or none, for what is known of its own path.
+        """
+        return ""
 
     @default
     def part_names(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from spec_lab.core.draft import Draft, empty
 from spec_lab.core.faults import attributed
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import brief_repr
+from spec_lab.core.options import WrongOption, brief_repr
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
@@ -29,13 +29,15 @@ def adapt(proposer: Proposer, policy: Policy) -> Adaptive:
     """Put a proposer under a policy.
 
     Raises:
-        ValueError: see ``check_pair``; the proposer has a policy already.
+        ValueError: see ``check_pair`` and ``check_admission``; the proposer has a policy already.
     """
     if isinstance(proposer, Adaptive):
         raise ValueError(
             f"proposer '{proposer.name}' has the policy '{proposer.policy.name}' already: choose one of them"
         )
     check_pair(proposer, policy.name, policy.stop, policy.parts)
+    if type(policy).admit is not Policy.admit:
+        check_admission(proposer, policy.name)
     return Adaptive({proposer.name: proposer}, policy)
 
 
@@ -65,6 +67,16 @@ def check_pair(proposer: Proposer, policy: str, stop: StopRule | None, parts: Se
         if unknown := [part for part in parts if part not in known]:
             has = f"has the parts {', '.join(known)}" if known else "does not choose between parts, as best_of does"
             raise ValueError(f"policy '{policy}' names the part {unknown[0]}, but proposer '{proposer.name}' {has}")
+
+
+def check_admission(proposer: Proposer, policy: str) -> None:
+    """Check that a policy may choose the rows of a proposer's drafts that are verified (``Policy.admit``).
+
+    Raises:
+        ValueError: it may not; says why.
+    """
+    if why := proposer.why_not_admitted:
+        raise WrongOption(f"policy '{policy}' chooses which rows of a draft are verified, but {why}")
 
 
 @dataclass
@@ -206,8 +218,11 @@ class Adaptive(Hybrid):
         for observation in observed:
             decided: Decided = observation.sequence.state.own
             if decided.last is not None:
-                path = observation.accepted
-                outcomes.append(replace(decided.last, accepted=len(path), path=path) if path else decided.last)
+                path, ended = observation.accepted, observation.sequence.finish is not None
+                known = path or ended
+                outcomes.append(
+                    replace(decided.last, accepted=len(path), path=path, ended=ended) if known else decided.last
+                )
                 decided.last = None
         if outcomes:
             with attributed("policy", self.policy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, Unpack
 
 import numpy as np
@@ -18,8 +19,11 @@ from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.policy import toys
-from spec_lab.policy.confidence import ConfidenceName, OnlineConfidence, likeliest, margin
+from spec_lab.policy.adaptive import check_admission
+from spec_lab.policy.admission import largest, survivals
+from spec_lab.policy.confidence import ConfidenceName, OnlineConfidence, largest_probability, margin
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
+from spec_lab.policy.depths import RowsOfEach
 from spec_lab.policy.goodput import GRAIN, Scope
 from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.runners.graphs import padded
@@ -33,10 +37,11 @@ class BudgetState:
     """State that the sequences of one budget share.
 
     Args:
-        model: of acceptance by margin.
-        survival: of the nodes of the last draft of any sequence; None before the first one.
-        rows: admitted in this step over all sequences; None: all.
-        waited, wait: steps without drafts since the last draft, and until the next one.
+        model: acceptance by margin, as learned so far.
+        survival: survivals of the nodes that some sequence drafted last; None before the first draft.
+        rows: nodes admitted in this step over all sequences; None: all.
+        waited: steps without drafts since the last draft.
+        wait: steps without drafts until the next one.
     """
 
     model: OnlineConfidence
@@ -48,42 +53,23 @@ class BudgetState:
 
 @dataclass(eq=False)
 class SequenceDraft:
-    """The last draft of a sequence.
+    """The last draft of a sequence. Arrays without a note have a value for each admitted row, the root first.
 
     Args:
-        alone: what it has shown itself.
-        survival: of all its nodes, those that were not admitted included; None before the first draft.
-        measured, depth, expanded: of its admitted rows, the root first: the feature, the depth, and whether any child
-            was admitted.
+        alone: a budget of the sequence's own, for ``scope`` "request".
+        survival: survivals of all drafted nodes, admitted or not; None before the first draft.
+        measured: the feature that confidences are told from.
+        depth: 0 of the root.
+        first: whether the row is the first child of its parent.
+        expanded: whether any child was admitted.
     """
 
     alone: BudgetState
     survival: np.ndarray | None = None
     measured: np.ndarray = field(default_factory=lambda: np.empty(0))
     depth: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    first: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))
     expanded: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))
-
-
-@dataclass(frozen=True)
-class RowsOfEach(Policy):
-    """Draft everything, and verify the first rows of each tree: what costs are measured with.
-
-    Args:
-        rows: nodes of each tree that are verified.
-        measure: see ``Policy``.
-    """
-
-    rows: int
-    measure: Callable[[Tensor], Tensor] | None = None
-    name: str = "rows_of_each"
-
-    def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
-        """See ``Policy``."""
-        return [Limit(depth=None if self.rows else 0)] * len(states)
-
-    def admit(self, batch: Batch, states: Sequence[Any], draft: Draft) -> np.ndarray:
-        """See ``Policy``."""
-        return draft.shape.places < self.rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +98,12 @@ class BatchBudget(Policy):
     - Q follows from survivals of *earlier* steps: the last draft of each sequence, or of another one before its first;
     - rows are ranked by this step's survivals over all sequences. Whether a row is admitted depends on rows of larger
       survival, which are admitted before it; a sequence's later rows never displace its earlier ones;
-    - siblings that were sampled below one parent are admitted together: their survivals count the rank, not the token.
+    - siblings that were sampled below one parent are admitted together: their survivals count the rank, not the token;
+    - which rows there are to choose from follows from admitted rows as well: a node has children, or none, for what is
+      known of its own path. Trees of sampled tokens that grow best first are refused (``Proposer.why_not_admitted``):
+      whether a row B has children follows from the token drawn at a row A, and children of B that exist can displace A.
 
-    Not exact (a total variation of up to 0.25 and 0.21 with 3 tokens and drafts of 2): a survival with the probability
+    Not exact (a total variation of up to 0.24 and 0.23 with 3 tokens and chains of 2): a survival with the probability
     of the *drawn* token, since a token is then left out because of its value; a Q from *this* step's survivals where
     costs are a staircase, since whether the first row is verified then depends on the second one's survival, and so on
     the token drawn at the first. With costs that grow by the same amount for each row that Q is the first at which one
@@ -137,7 +126,7 @@ class BatchBudget(Policy):
     pads: bool = False
     start: tuple[float, ...] = ()
     shared: BudgetState = field(init=False)
-    _table: dict[tuple[int, int, int], np.ndarray] = field(init=False, repr=False, default_factory=dict)
+    _table: dict[tuple[int, int], np.ndarray] = field(init=False, repr=False, default_factory=dict)
     name: str = "batch_budget"
     scope: Scope = "run"
 
@@ -150,8 +139,8 @@ class BatchBudget(Policy):
         target: Target,
         proposer: Proposer,
         confidence: ConfidenceName | None = None,
-        refit_steps: Count = 16,
-        warm_up: Annotated[int, Whole(0)] = 2,
+        refit_steps: Count | None = None,
+        warm_up: Annotated[int, Whole(0)] | None = None,
         scope: Scope = "run",
         **timing: Unpack[TimingOptions],
     ) -> BatchBudget:
@@ -163,8 +152,9 @@ class BatchBudget(Policy):
             confidence: probability that a drafted token is accepted: head (the drafter's confidence head), margin (a
                 model of the margin of the two largest draft logits, learned in the run) or q (the largest draft
                 probability); None: head where the drafter has one, else margin.
-            refit_steps: steps between two fits of the margin's model (vLLM: 100).
-            warm_up: fits before it is used; every row is verified until then (vLLM: 3).
+            refit_steps: of confidence=margin, steps between two fits of its model (vLLM: 100); None: 16.
+            warm_up: of confidence=margin, fits of the first depth's model, each with 50 rows at least, before the model
+                is used; every row is verified until then (vLLM: 3); None: 2.
             scope: run: one budget for the batch; request: one for each sequence, from its own past.
             timing: see the class.
 
@@ -180,12 +170,20 @@ class BatchBudget(Policy):
                 "proposer that grows trees token by token, such as draft_chain or eagle"
             )
             raise WrongOption(f"confidence={chosen} reads the rows that tokens are drawn from, but {why}")
+        check_admission(proposer, "batch_budget")
+        for option, value in (("refit_steps", refit_steps), ("warm_up", warm_up)):
+            if chosen != "margin" and value is not None:
+                raise WrongOption(
+                    f"{option}={value} is of the model of confidence=margin, and confidence={chosen} has none: set "
+                    f"{option} to null"
+                )
         measure = MEASURES[chosen]
         costs = draft_costs(
             target, proposer, max(1, proposer.nodes), Timing(**timing), policy=lambda k: RowsOfEach(k, measure)
         )
         pads = target.lm.facts.get("graphs") is True
-        return BatchBudget(costs, OnlineConfidence(refit_steps, warm_up), chosen, pads, scope=scope)
+        model = OnlineConfidence(16 if refit_steps is None else refit_steps, 2 if warm_up is None else warm_up)
+        return BatchBudget(costs, model, chosen, pads, scope=scope)
 
     @property
     def shared_store(self) -> str:
@@ -200,7 +198,9 @@ class BatchBudget(Policy):
     @property
     def facts(self) -> dict[str, Any]:
         """See ``Part``."""
-        model = {"refit_steps": self.model.refit_steps, "warm_up": self.model.warm_up}
+        model = {}
+        if self.confidence == "margin":
+            model = {"refit_steps": self.model.refit_steps, "warm_up": self.model.warm_up}
         return {"confidence": self.confidence, **model, "scope": self.scope, "pads": self.pads, **self.costs.facts}
 
     def forget(self) -> None:
@@ -231,10 +231,11 @@ class BatchBudget(Policy):
         """Choose the number of rows of these sequences together, and whether anything is drafted."""
         live, known.rows = len(states), None
         first = np.array(self.start) if known.survival is None else known.survival
-        survivals = [first if state.survival is None else state.survival for state in states]
-        if not known.model.ready or not all(map(len, survivals)):
+        earlier = [first if state.survival is None else state.survival for state in states]
+        ready = self.confidence != "margin" or known.model.ready
+        if not ready or not all(map(len, earlier)):
             return Limit()
-        rows, rate = self.best(np.concatenate(survivals), live, context)
+        rows, rate = self.best(earlier, context)
         if rate <= live / self.costs.of(0, live, context):
             known.waited += 1
             if known.waited < known.wait:
@@ -245,34 +246,50 @@ class BatchBudget(Policy):
         known.waited, known.rows = 0, rows
         return Limit()
 
-    def best(self, survival: np.ndarray, live: int, context: int = 0) -> tuple[int, float]:
+    def best(self, survival: Sequence[np.ndarray], context: int = 0) -> tuple[int, float]:
         """Return Q of the most expected tokens per second, and these; the smallest of equal ones.
 
         Args:
-            survival: ``[n]`` of the nodes of all sequences.
-            live: sequences.
+            survival: ``[B][n]`` of the nodes of each sequence.
             context: of the longest one.
         """
-        tokens = live + np.append(0.0, np.sort(survival)[::-1].cumsum())
-        situation = live, context // GRAIN, len(tokens)
-        if situation not in self._table:
-            self._table[situation] = np.array([self.seconds(rows, live, context) for rows in range(len(tokens))])
-        rates = tokens / self._table[situation]
+        live, every = len(survival), np.concatenate(survival)
+        order = np.argsort(-every, kind="stable")
+        tokens = live + np.append(0.0, every[order].cumsum())
+        rows = np.arange(len(tokens))
+        if self.pads:  # every tree has as many rows as the largest one
+            in_tree = np.concatenate([np.argsort(np.argsort(-of_tree, kind="stable")) + 1 for of_tree in survival])
+            rows[1:] = live * np.maximum.accumulate(in_tree[order])
+        rates = tokens / self._seconds(live, context // GRAIN, int(rows.max()) + 1)[rows]
         best = int(rates.argmax())
         return best, float(rates[best])
 
+    def _seconds(self, live: int, grains: int, count: int) -> np.ndarray:
+        """Return ``seconds`` of 0 to at least ``count`` - 1 rows; each computed once for each situation."""
+        table = self._table.get((live, grains), np.empty(0))
+        if len(table) < count:
+            further = range(len(table), max(count, 2 * len(table)))
+            table = np.append(table, [self.seconds(rows, live, grains * GRAIN) for rows in further])
+            self._table[live, grains] = table
+        return table
+
+    @cached_property
+    def _too_slow(self) -> bool:
+        """Whether no draft is worth its time, so that no step with one was timed (``step_costs.MIN_RATE``)."""
+        return any(max(timed) == 0 for of_context in self.costs.seconds.values() for timed in of_context.values())
+
     def seconds(self, rows: int, live: int, context: int = 0) -> float:
         """Return cost(Q): seconds of a step that drafts everything and verifies ``rows`` rows besides the roots."""
-        if any(max(timed) == 0 for of_context in self.costs.seconds.values() for timed in of_context.values()):
-            return math.inf  # no draft is worth its time (``step_costs.MIN_RATE``)
+        if self._too_slow:
+            return math.inf
         each = rows / live
         if self.pads:  # a graph has as many rows for every sequence
             each = float(padded(1 + math.ceil(each)) - 1)
-        one = self.costs.of(1, live, context)
+        first_row = self.costs.of(1, live, context)
         if each >= 1:
             return self.costs.of(each, live, context)
-        row = self.costs.of(2, live, context) - one  # at most what the first row and the draft cost together
-        return one - (1 - each) * max(0.0, min(row, one - self.costs.of(0, live, context)))
+        row = self.costs.of(2, live, context) - first_row  # at most what the first row and the draft cost together
+        return first_row - (1 - each) * max(0.0, min(row, first_row - self.costs.of(0, live, context)))
 
     def admit(self, batch: Batch, states: Sequence[SequenceDraft], draft: Draft) -> np.ndarray | None:
         """Admit the rows of the largest survivals. See ``Policy``."""
@@ -281,23 +298,23 @@ class BatchBudget(Policy):
             state.expanded = np.empty(0, dtype=bool)
         if not shape.nodes:
             return None
-        survival = self.survival(self.confidences(batch, states, draft), draft)
-        if self.scope == "run":
-            groups = [(self.shared, np.arange(shape.rows))]
-        else:
-            groups = [(state.alone, tree) for state, tree in zip(states, shape.trees, strict=True)]
+        survival, sampled = survivals(self.confidences(batch, states, draft), shape), draft.codes != DETERMINISTIC
+        budgets = [(self.shared, shape.trees)]
+        if self.scope == "request":
+            budgets = [(state.alone, [tree]) for state, tree in zip(states, shape.trees, strict=True)]
         admitted = np.ones(shape.rows, dtype=bool)
-        for known, rows in groups:
-            live = len(states) // len(groups)
-            if (count := self.budget(known, survival[rows[shape.depth[rows] > 0]], live)) is not None:
-                admitted[rows] = largest(draft, survival, rows, count)
+        for known, trees in budgets:
+            if (count := self.budget(known, [survival[tree[1:]] for tree in trees])) is not None:
+                rows = np.concatenate(trees)
+                admitted[rows] = largest(shape, sampled, survival, rows, count)
         expanded = np.zeros(shape.rows, dtype=bool)
         expanded[shape.parent[admitted[shape.roots :]]] = True
+        first = np.append(np.ones(shape.roots, dtype=bool), shape.rank == 0)
         for state, tree in zip(states, shape.trees, strict=True):
             if len(tree) > 1:
                 state.survival = self._of(state).survival = survival[tree[1:]]
                 kept = tree[admitted[tree]]
-                state.depth, state.expanded = shape.depth[kept], expanded[kept]
+                state.depth, state.first, state.expanded = shape.depth[kept], first[kept], expanded[kept]
                 state.measured = kept * np.nan if draft.measured is None else draft.measured[kept]
         return admitted
 
@@ -305,12 +322,12 @@ class BatchBudget(Policy):
         """Return what a sequence's budget and confidences are learned from."""
         return self.shared if self.scope == "run" else state.alone
 
-    def budget(self, known: BudgetState, survival: np.ndarray, live: int) -> int | None:
+    def budget(self, known: BudgetState, survival: Sequence[np.ndarray]) -> int | None:
         """Return the number of rows of this step, which ``decide`` has chosen; None for all.
 
         Args:
             known: of the sequences that share it.
-            survival, live: of this step. They must not decide; a mutant overrides this method to let them.
+            survival: of this step, as in ``best``. It must not decide; a mutant overrides this method to let it.
         """
         return known.rows
 
@@ -320,10 +337,15 @@ class BatchBudget(Policy):
         if self.confidence == "head" and draft.predict is not None:
             (predicted,) = batch.read(draft.predict(draft).double())
             return np.asarray(predicted)
-        measured = np.full(draft.shape.rows, np.nan) if draft.measured is None else draft.measured
+        if draft.measured is None:
+            raise ValueError(
+                f"confidence={self.confidence} reads the rows that tokens are drawn from, and the draft states nothing "
+                "of them: a proposer draws by Batch.measure and states Draft.measured, or says why not in "
+                "why_not_admitted"
+            )
+        level, root, confidence = draft.shape.depth[above], draft.shape.root[above], draft.measured[above]
         if self.confidence != "margin":
-            return measured[above]
-        level, root, confidence = draft.shape.depth[above], draft.shape.root[above], measured[above]
+            return confidence
         for known, rows in self._nodes(states, root):
             confidence[rows] = known.model(confidence[rows], level[rows])
         return confidence
@@ -334,48 +356,26 @@ class BatchBudget(Policy):
             return [(self.shared, np.arange(len(root)))]
         return [(state.alone, np.flatnonzero(root == tree)) for tree, state in enumerate(states)]
 
-    def survival(self, confidence: np.ndarray, draft: Draft) -> np.ndarray:  # [M] -> [R]
-        """Return the survival of every row; that of a sibling is lower by its rank. Forced tokens are certain."""
-        shape, survival = draft.shape, np.ones(draft.shape.rows)
-        confidence = np.nan_to_num(confidence, nan=1.0).clip(0.0, 1.0)
-        alone = confidence * (1 - confidence) ** shape.rank  # accepted where its earlier siblings were not
-        for row, (above, share) in enumerate(zip(shape.parent.tolist(), alone.tolist(), strict=True), shape.roots):
-            survival[row] = survival[above] * share
-        return survival
-
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
-        """See ``Policy``. A node counts if it was verified and its parent was accepted."""
-        drafted = [outcome for outcome in outcomes if outcome.nodes]
-        for outcome in drafted if self.confidence == "margin" else ():
+        """See ``Policy``. The first child of an accepted row counts if it was verified; below the last row of a
+        sequence that ended nothing was rejected.
+        """
+        drafted = [outcome for outcome in outcomes if outcome.nodes] if self.confidence == "margin" else []
+        for outcome in drafted:
             state: SequenceDraft = outcome.state
-            reached = [0, *(node + 1 for node in outcome.path)]
-            for number, row in enumerate(reached):
+            path = [0, *(node + 1 for node in outcome.path)]
+            reached = zip(path, [*path[1:], None], strict=True)
+            for row, below in list(reached)[: -1 if outcome.ended else None]:
                 if row < len(state.expanded) and state.expanded[row] and not math.isnan(state.measured[row]):
-                    accepted = number < len(outcome.path)
+                    accepted = below is not None and bool(state.first[below])
                     self._of(state).model.learn(int(state.depth[row]), float(state.measured[row]), accepted)
         for model in {id(known := self._of(outcome.state)): known.model for outcome in drafted}.values():
             model.step()
 
 
-MEASURES: dict[ConfidenceName, Callable[[Tensor], Tensor] | None] = {"head": None, "margin": margin, "q": likeliest}
+MEASURES: dict[ConfidenceName, Callable[[Tensor], Tensor] | None] = {
+    "head": None,
+    "margin": margin,
+    "q": largest_probability,
+}
 """The features of rows that confidences read."""
-
-
-def largest(draft: Draft, survival: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:  # [n] bool
-    """Return the roots and the ``count`` nodes of the largest survivals among ``rows`` ``[n]`` of whole trees, sampled
-    siblings together.
-
-    The first siblings that exceed the number end the admission: rows after them have smaller survivals.
-    """
-    shape, sampled = draft.shape, (draft.codes != DETERMINISTIC).tolist()
-    together: dict[int, list[int]] = {}
-    for row in rows[shape.depth[rows] > 0].tolist():
-        above = int(shape.parent[row - shape.roots])
-        together.setdefault(above if sampled[row - shape.roots] else -row, []).append(row)
-    admitted = np.arange(shape.rows) < shape.roots
-    for siblings in sorted(together.values(), key=lambda siblings: -survival[siblings[0]]):  # parents come first
-        if len(siblings) > count:
-            break
-        admitted[siblings] = True
-        count -= len(siblings)
-    return admitted[rows]

@@ -37,7 +37,7 @@ def margin(probs: Tensor) -> Tensor:  # [n, V] -> [n]
     return (two[:, 0] - two[:, 1]).clamp_max(MAX_MARGIN)
 
 
-def likeliest(probs: Tensor) -> Tensor:  # [n, V] -> [n]
+def largest_probability(probs: Tensor) -> Tensor:  # [n, V] -> [n]
     """Return the largest probability of each row."""
     return probs.amax(-1)
 
@@ -50,14 +50,17 @@ class LevelModel:
         weight: w, at least 0.
         bias: b.
         seen: (margin, accepted) of nodes that were verified and whose parents were accepted.
+        fits: so far.
     """
 
     weight: float = 0.0
     bias: float = START
     seen: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=MAX_OBSERVATIONS))
+    fits: int = 0
 
     def refit(self) -> None:
         """Fit both parameters by Newton's method; b alone where w would be negative."""
+        self.fits += 1
         margins, accepted = np.array(self.seen, dtype=np.float64).T
         for inputs in (np.stack([margins, np.ones_like(margins)], 1), np.ones((len(margins), 1))):
             fitted = _newton(inputs, accepted)
@@ -102,7 +105,7 @@ class OnlineConfidence:
 
     Args:
         refit_steps: steps between refits.
-        warm_up: refits after which it is used.
+        warm_up: fits of the first level after which it is used.
         first: the weight and the bias of a model before its first fit.
         fewest: observations of a level with which its model is refitted.
         levels: the models by level, from 0.
@@ -123,7 +126,7 @@ class OnlineConfidence:
     @property
     def ready(self) -> bool:
         """Whether enough was seen for its confidences to be used."""
-        return self.steps >= self.refit_steps * self.warm_up
+        return (self.levels[0].fits if 0 in self.levels else 0) >= self.warm_up
 
     def __call__(self, margins: np.ndarray, levels: np.ndarray) -> np.ndarray:  # [n], [n] -> [n]
         """Return the confidence of nodes by the margins of their parents and by their levels."""

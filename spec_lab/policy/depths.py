@@ -1,11 +1,15 @@
-"""Policies of the depth alone: a fixed one, and transformers' heuristic."""
+"""Policies of the depth alone: a fixed one, transformers' heuristic, and whole drafts cut after some rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+import numpy as np
+from torch import Tensor
+
+from spec_lab.core.draft import Draft
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import Count, Number, Whole, WrongOption, accept, checked
 from spec_lab.core.request import Request
@@ -90,6 +94,28 @@ class FixedDepth(Policy):
         """See ``Policy``. One level less where two sequences are decoded together."""
         toy = self.toy()
         return replace(toy, per_batch_size={2: max(0, toy.depth - 1)}) if self.per_batch_size else toy
+
+
+@dataclass(frozen=True)
+class RowsOfEach(Policy):
+    """Draft everything, and verify the first rows of each tree: what costs are measured with.
+
+    Args:
+        rows: nodes of each tree that are verified.
+        measure: see ``Policy``.
+    """
+
+    rows: int
+    measure: Callable[[Tensor], Tensor] | None = None
+    name: str = "rows_of_each"
+
+    def decide(self, batch: Batch, states: Sequence[Any]) -> list[Limit]:
+        """See ``Policy``."""
+        return [Limit(depth=None if self.rows else 0)] * len(states)
+
+    def admit(self, batch: Batch, states: Sequence[Any], draft: Draft) -> np.ndarray:
+        """See ``Policy``."""
+        return draft.shape.places < self.rows
 
 
 @dataclass

@@ -34,6 +34,7 @@ class DraftOutcome:
         live: sequences of the step.
         context: tokens of the sequence before it.
         path: the accepted nodes that were kept, numbered within the sequence's tree from 0.
+        ended: whether the sequence ended with this step, so that the path may have been cut.
     """
 
     state: Any
@@ -44,6 +45,7 @@ class DraftOutcome:
     live: int
     context: int = 0
     path: Sequence[int] = ()
+    ended: bool = False
 
 
 def _is_rule(value: Any) -> bool:

@@ -257,6 +257,17 @@ class TreePlan:
             return "proposer.rerank keeps the best of all nodes: set it to false"
         return f"proposer.confidence={self.confidence} stops them already: set it to 0" if self.confidence else ""
 
+    @property
+    def why_not_admitted(self) -> str:
+        """See ``Proposer``."""
+        if self.budget is None or self.drawn == "deterministic" or self.budget.children == 1:
+            return ""
+        return (
+            f"in a tree that grows best first (proposer.nodes={self.budget.nodes}), whether one node has children "
+            "follows from tokens sampled at others, so that a token would be left out because of its value: set "
+            "proposer.nodes to null and proposer.depth or proposer.tree, or set proposer.drawn=deterministic"
+        )
+
     def check_sampling(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.
 

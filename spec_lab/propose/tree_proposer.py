@@ -65,6 +65,11 @@ class TreeProposer(Proposer):
         """See ``TreePlan.why_not_stopped``."""
         return self.plan.why_not_stopped
 
+    @property
+    def why_not_admitted(self) -> str:
+        """See ``TreePlan.why_not_admitted``."""
+        return self.plan.why_not_admitted
+
     def check_sampling(self, sampling: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
         self.plan.check_sampling(sampling)

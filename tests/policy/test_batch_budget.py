@@ -11,19 +11,23 @@ from spec_lab.core.draft import Draft
 from spec_lab.core.limit import Limit
 from spec_lab.core.options import WrongOption
 from spec_lab.core.shape import Shape
-from spec_lab.policy.adaptive import adapt
-from spec_lab.policy.batch_budget import FIRST_WAIT, BatchBudget, largest
+from spec_lab.policy.adaptive import Adaptive, adapt
+from spec_lab.policy.admission import largest
+from spec_lab.policy.batch_budget import FIRST_WAIT, BatchBudget
 from spec_lab.policy.confidence import LevelModel, OnlineConfidence, margin
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth
 from spec_lab.policy.policy import DraftOutcome
+from spec_lab.propose.best_first import Budget
 from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import FEW, TOGETHER, Instance
+from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token
 from tests.propose.lab import decode, draft_model, emitted, requests
 from tests.tasks.certify.test_exact import draft_model as toy_model
-from tests.tasks.certify.test_exact import require_exact
+from tests.tasks.certify.test_exact import require_exact, string_model
 
 CHEAP = DraftCosts({200: {1: {0: 1.0, 1: 1.1, 3: 1.2}, 2: {0: 1.0, 1: 1.1, 3: 1.2}}})
 COSTLY = DraftCosts({200: {1: {0: 1.0, 1: 1.9, 3: 9.0}, 2: {0: 1.0, 1: 1.9, 3: 9.0}}})
@@ -31,8 +35,8 @@ CHAINS = Shape(2, np.array([0, 2, 1, 4]))
 """Two roots with a chain of two nodes each: rows 2 and 3, rows 4 and 5."""
 
 
-def policy(costs=CHEAP, confidence="q", start=(), **options):
-    return BatchBudget(costs, OnlineConfidence(4, 0, fewest=4), confidence, start=start, **options)
+def policy(costs=CHEAP, confidence="q", start=(), kind=BatchBudget, warm_up=0, **options):
+    return kind(costs, OnlineConfidence(4, warm_up, fewest=4), confidence, start=start, **options)
 
 
 def batch(count):
@@ -72,13 +76,13 @@ def test_rows_of_the_largest_survivals_over_all_sequences_are_admitted(confidenc
 def test_sampled_siblings_are_admitted_together_and_deterministic_ones_alone(rows, nodes):
     tree = Shape(1, np.array([0, 0, 1]))
     assert admitted(policy(), draft_of([0.8, 0.9, 0, 0], tree), rows) == nodes
-    alone = Draft(tree, torch.zeros(3, dtype=torch.long))
-    assert largest(alone, np.array([1, 0.8, 0.1, 0.7]), np.arange(4), 2).tolist() == [True, True, False, True]
+    survival, deterministic = np.array([1, 0.8, 0.1, 0.7]), np.zeros(3, dtype=bool)
+    assert largest(tree, deterministic, survival, np.arange(4), 2).tolist() == [True, True, False, True]
 
 
 def test_the_budget_follows_from_earlier_survivals_and_costs():
-    assert policy().best(np.array([0.9, 0.8, 0.02, 0.01]), 2)[0] == 2
-    assert policy(COSTLY).best(np.array([0.5, 0.4, 0.1, 0.01]), 2)[0] == 0
+    assert policy().best([np.array([0.9, 0.8]), np.array([0.02, 0.01])])[0] == 2
+    assert policy(COSTLY).best([np.array([0.5, 0.4]), np.array([0.1, 0.01])])[0] == 0
     known = policy(start=(0.9, 0.8))
     assert known.decide(batch(2), [known.init(None), known.init(None)]) == [Limit()] * 2 and known.shared.rows == 4
     before = known.shared.rows
@@ -92,6 +96,9 @@ def test_a_graph_that_pads_rows_makes_costs_a_staircase():
     stairs = policy(pads=True)
     assert [stairs.seconds(rows, 1) for rows in (2, 3)] == [CHEAP.of(3)] * 2
     assert stairs.seconds(1, 1) == CHEAP.of(1)
+    even, one_sided = [np.array([0.9, 0.8])] * 2, [np.array([0.9, 0.8, 0.7, 0.6]), np.zeros(0)]
+    assert stairs.best(even)[1] == pytest.approx((2 + 3.4) / CHEAP.of(3, 2))
+    assert stairs.best(one_sided)[1] == pytest.approx((2 + 2.4) / CHEAP.of(3, 2)), "three rows of one tree, in both"
 
 
 def test_nothing_is_drafted_where_drafts_never_pay_but_for_trials():
@@ -128,6 +135,47 @@ def test_it_learns_from_rows_that_were_verified_and_reached():
     assert seen == {0: [(1.0, False), (2.0, True)], 1: [(4.0, False)]}
 
 
+def outcome(state, path, **options):
+    return DraftOutcome(state, Limit(), 2, 3, len(path), 1, path=path, **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "ended", "seen"),
+    [
+        ([0, 2], False, {0: [True], 1: [True]}),
+        ([1], False, {0: [False]}),  # a later sibling was accepted, of which nothing was drawn
+        ([0], False, {0: [True], 1: [False]}),
+        ([0], True, {0: [True]}),  # whether its child would have been accepted is not known
+        ([], True, {}),
+    ],
+)
+def test_the_first_child_of_an_accepted_row_counts(path, ended, seen):
+    known = policy(confidence="margin")
+    states = [known.init(None)]
+    known.admit(batch(1), states, draft_of([2.0, 1.0, 0.0, 0.0], Shape(1, np.array([0, 0, 1]))))
+    known.learn([outcome(states[0], path, ended=ended)])
+    levels = known.shared.model.levels
+    assert {level: [accepted for _, accepted in model.seen] for level, model in levels.items()} == seen
+
+
+def test_a_model_is_used_after_so_many_fits_and_rows_are_all_verified_until_then():
+    known = policy(confidence="margin", warm_up=2, start=(0.9, 0.8))
+    states, used = [known.init(None)], []
+    for _ in range(16):
+        known.decide(batch(1), states)
+        used.append(known.shared.rows is not None)
+        known.admit(batch(1), states, draft_of([2.0, 1.0, 0.0], Shape(1, np.array([0, 1]))))
+        known.learn([outcome(states[0], [0])])
+    assert used == [False] * 8 + [True] * 8, "four rows are enough, and each fourth step fits"
+    few = policy(confidence="margin", warm_up=1)
+    for _ in range(8):
+        few.shared.model.step()
+    assert not few.shared.model.ready, "nothing was seen"
+    known = policy(confidence="q", warm_up=2, start=(0.9, 0.8))
+    known.decide(batch(1), [known.init(None)])
+    assert known.shared.rows == 2, "there is nothing to fit"
+
+
 def test_outputs_are_those_of_the_target_and_fewer_rows_are_verified(target, truth):
     proposer = draft_model("1x1x1x1")
     whole = decode(target, proposer, requests())[1]
@@ -141,6 +189,29 @@ def test_proposers_without_confidences_are_refused():
         BatchBudget.load(None, Ngram(3, 4, 1))
     with pytest.raises(WrongOption, match="confidence=head"):
         BatchBudget.load(None, draft_model("1x1"), confidence="head")
+    with pytest.raises(WrongOption, match="warm_up=3 is of the model of confidence=margin"):
+        BatchBudget.load(None, draft_model("1x1"), confidence="q", warm_up=3)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "children", "refused"),
+    [("iid", 2, True), ("without_replacement", 2, True), ("iid", 1, False), ("deterministic", 2, False)],
+)
+def test_trees_whose_shape_follows_from_sampled_tokens_are_refused(drawn, children, refused):
+    proposer = toy_model(drawn=drawn, budget=Budget(7, children))
+    assert bool(proposer.why_not_admitted) == refused
+    if refused:
+        with pytest.raises(WrongOption, match="policy 'batch_budget' .*proposer.nodes=7"):
+            adapt(proposer, policy())
+        with pytest.raises(WrongOption, match="proposer.nodes=7"):
+            BatchBudget.load(None, proposer, confidence="q")
+
+
+def test_translated_tokens_are_refused_and_a_draft_that_states_nothing_of_its_rows():
+    with pytest.raises(WrongOption, match="vocabularies=strings"):
+        BatchBudget.load(None, string_model("1x1"))
+    with pytest.raises(ValueError, match="the draft states nothing"):
+        admitted(policy(), replace(draft_of([0.5] * 6), measured=None), 2)
 
 
 def test_a_depth_by_batch_size():
@@ -174,3 +245,59 @@ def test_a_depth_by_batch_size_is_exact_for_two_requests():
     require_exact(proof)
     (finding,) = proof.findings
     assert finding.drafted == 2 * finding.outcomes
+
+
+class Staircase(BatchBudget):
+    """A mutant: the budget follows from this step's survivals, and of two further rows only the first costs time."""
+
+    def budget(self, known, survival):
+        return self.best(survival)[0]
+
+    def seconds(self, rows, live, context=0):
+        return 1.0 + 0.8 * -(-rows // (2 * live))
+
+
+class LinearCost(Staircase):
+    """Exact: each further row costs the same."""
+
+    def seconds(self, rows, live, context=0):
+        return 1.0 + 0.5 * rows / live
+
+
+class DrawnTokens(LinearCost):
+    """A mutant: a survival is the product of the drawn tokens' probabilities."""
+
+    def confidences(self, batch, states, draft):
+        q = draft.q[torch.from_numpy(draft.q_row[draft.shape.parent])]
+        return q.gather(-1, draft.token[:, None])[:, 0].numpy()
+
+
+LOSSY = {(Staircase, 1): 0.2091, (Staircase, 2): 0.1372, (DrawnTokens, 1): 0.1982, (DrawnTokens, 2): 0.2818}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("mutant", [Staircase, DrawnTokens, LinearCost])
+def test_budgets_from_this_step_are_exact_only_where_costs_are_linear_and_rows_are_ranked_by_features(mutant, requests):
+    """Total variations are those of enumeration."""
+    instance = Instance(RandomToy(38, v=3, support=3, plain=True), "1x1", requests=requests)
+    (finding,) = prove(adapt(toy_model("1x1", "iid"), policy(kind=mutant)), Token(), [instance]).findings
+    tv = LOSSY.get((mutant, requests), 0.0)
+    assert finding.tv == pytest.approx(tv, abs=1e-4) and bool(finding.wrong) == bool(tv)
+
+
+class FourRows(BatchBudget):
+    """The four rows of the largest survivals, whatever was drawn."""
+
+    def budget(self, known, survival):
+        return 4
+
+
+@pytest.mark.nightly
+def test_a_sampled_tree_that_grows_best_first_is_not_exact_under_a_budget(monkeypatch):
+    """Its refusal is avoided here. Whether B has children follows from the token of A, and they can displace it."""
+    monkeypatch.setattr(TreePlan, "toy", lambda plan, tree: plan)
+    proposer = toy_model(drawn="iid", budget=Budget(7, depth=3, width=1))
+    instance = Instance(RandomToy(15, v=3, support=3, plain=True), "1x1")
+    (finding,) = prove(Adaptive({"best first": proposer}, policy(kind=FourRows)), Token(), [instance]).findings
+    assert finding.wrong is not None and finding.tv == pytest.approx(0.0124, abs=1e-4)

@@ -64,12 +64,17 @@ PROPOSERS = {
 }
 
 
+PAIRS = [
+    (policy, proposer)
+    for policy in POLICIES
+    for proposer in PROPOSERS
+    if not PROPOSERS[proposer].why_not_admitted or type(POLICIES[policy]) is not BatchBudget
+]
+"""All but those that are refused."""
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "proposer",
-    [pytest.param(name, marks=[pytest.mark.nightly] if name == "Kangaroo" else []) for name in PROPOSERS],
-)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "proposer"), PAIRS)
 def test_every_policy_is_exact(policy, proposer):
     proof = prove(adapt(PROPOSERS[proposer], POLICIES[policy]), Token(), QUICK)
     require_exact(proof)

@@ -216,6 +216,10 @@ class StringDraftModel(DraftModel):
     """
 
     vocabularies: StringTokens
+    why_not_admitted = (
+        "proposer.vocabularies=strings translates tokens, so that its drafts state no draft probabilities: set "
+        "policy=goodput, or proposer.vocabularies to same or intersect"
+    )
 
     @inference
     def propose(self, batch: Batch) -> Draft:

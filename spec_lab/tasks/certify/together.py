@@ -69,17 +69,17 @@ def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
 
     for probability, trees in side_by_side(play, 1, max_decodings):
         outcomes += 1
-        alone = [StepOutputs(v, len(p)) for _ in trees]
-        for of_request, so_far, tree in zip(alone, each, trees, strict=True):
+        of_outcome = [StepOutputs(v, len(p)) for _ in trees]
+        for of_request, so_far, tree in zip(of_outcome, each, trees, strict=True):
             drafted += len(tree.depth) - 1
             tree.add_to(of_request, 1.0)
             tree.add_to(so_far, probability)
             accepted += probability * float(tree.ends.sum(-1) @ tree.depth)
             expected += probability * tree.expected
-        joint += probability * _outer([outputs.extended(p) for outputs in alone])
+        joint += probability * _outer([outputs.extended(p) for outputs in of_outcome])
     tv = 0.5 * float(np.abs(joint - _outer([text_probabilities(p, len(p))] * instance.requests)).sum())
-    words = [outputs.first_failure(p) for outputs in each]
-    return Finding(instance.name, tv, float(joint.sum()), _failure(words, tv), accepted, expected, outcomes, drafted)
+    failures = [outputs.first_failure(p) for outputs in each]
+    return Finding(instance.name, tv, float(joint.sum()), _failure(failures, tv), accepted, expected, outcomes, drafted)
 
 
 def _loop(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, max_decodings: int) -> Finding:
@@ -109,16 +109,18 @@ def _loop(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sam
         outcomes, drafted = outcomes + 1, drafted + nodes
         joint[outputs] += probability
         accepted, expected = accepted + probability * kept, expected + probability * expectation
-    alone = truth(instance, sampling)
+    of_target = truth(instance, sampling)
     each = [Distribution() for _ in range(instance.requests)]
     for outputs, probability in joint.items():
         for so_far, output in zip(each, outputs, strict=True):
             so_far[output] = so_far.get(output, 0.0) + probability
-    together = {outputs: prod(map(alone.__getitem__, outputs)) for outputs in product(alone, repeat=instance.requests)}
-    tv = 0.5 * sum(abs(joint.get(key, 0.0) - together.get(key, 0.0)) for key in {*joint, *together})
-    words = [first_difference(outputs, alone) for outputs in each]
+    independent = {
+        outputs: prod(map(of_target.__getitem__, outputs)) for outputs in product(of_target, repeat=instance.requests)
+    }
+    tv = 0.5 * sum(abs(joint.get(key, 0.0) - independent.get(key, 0.0)) for key in {*joint, *independent})
+    failures = [first_difference(outputs, of_target) for outputs in each]
     mass = sum(joint.values())
-    return Finding(instance.name, tv, mass, _failure(words, tv), accepted, expected, outcomes, drafted)
+    return Finding(instance.name, tv, mass, _failure(failures, tv), accepted, expected, outcomes, drafted)
 
 
 def _outer(each: Sequence[np.ndarray]) -> np.ndarray:
@@ -126,14 +128,16 @@ def _outer(each: Sequence[np.ndarray]) -> np.ndarray:
     return reduce(np.multiply.outer, each)
 
 
-def _failure(words: Sequence[str | None], tv: float) -> str | None:
+def _failure(failures: Sequence[str | None], tv: float) -> str | None:
     """Return what is wrong: a request's own distribution, else the independence of the requests."""
-    for number, wrong in enumerate(words):
+    for number, wrong in enumerate(failures):
         if wrong is not None:
-            return f"request {number} of {len(words)}: {wrong}"
+            return f"request {number} of {len(failures)}: {wrong}"
     if tv <= EXACT:
         return None
     return (
-        f"each of {len(words)} requests has the target's distribution, but they are not independent: their joint "
-        f"distribution has a total variation of {tv:.3g} from the product"
+        f"each of {len(failures)} requests has the target's distribution, but they are not independent: their joint "
+        f"distribution has a total variation of {tv:.3g} from the product. A decision in one request depends on tokens "
+        "drawn in another: let decide and admit follow from earlier steps or from admitted rows "
+        "(docs/how_to/policies.md)"
     )
