@@ -107,7 +107,7 @@ class Policy(Part):
 
         Lossless only where it is known before a token is drawn whether its node is admitted: from earlier steps, and
         from rows above it or in other trees that are admitted before it. Deterministic nodes may be left out for any
-        reason.
+        reason. Proposers of which no rows may be left out are refused (``Proposer.why_not_admitted``).
 
         Args:
             batch, states: as in ``decide``.

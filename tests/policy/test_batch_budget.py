@@ -13,7 +13,8 @@ from spec_lab.core.options import WrongOption
 from spec_lab.core.shape import Shape
 from spec_lab.policy.adaptive import Adaptive, adapt
 from spec_lab.policy.admission import largest
-from spec_lab.policy.batch_budget import FIRST_WAIT, BatchBudget
+from spec_lab.policy.batch_budget import BatchBudget
+from spec_lab.policy.budget_state import FIRST_WAIT
 from spec_lab.policy.confidence import LevelModel, OnlineConfidence, margin
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth
