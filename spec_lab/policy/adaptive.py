@@ -14,7 +14,7 @@ import torch
 from spec_lab.core.draft import Draft, empty
 from spec_lab.core.faults import attributed
 from spec_lab.core.limit import Limit, StopRule
-from spec_lab.core.options import WrongOption, brief_repr
+from spec_lab.core.options import brief_repr
 from spec_lab.core.request import Request
 from spec_lab.decode.proposer import Observation, Proposer, Requires
 from spec_lab.decode.sequence import Batch
@@ -76,7 +76,7 @@ def check_admission(proposer: Proposer, policy: str) -> None:
         ValueError: it may not; says why.
     """
     if why := proposer.why_not_admitted:
-        raise WrongOption(f"policy '{policy}' chooses which rows of a draft are verified, but {why}")
+        raise ValueError(f"policy '{policy}' chooses which rows of a draft are verified, but {why}")
 
 
 @dataclass

@@ -265,7 +265,7 @@ class TreePlan:
         return (
             f"in a tree that grows best first (proposer.nodes={self.budget.nodes}), whether one node has children "
             "follows from tokens sampled at others, so that a token would be left out because of its value: set "
-            "proposer.nodes to null and proposer.depth or proposer.tree, or set proposer.drawn=deterministic"
+            "proposer.drawn=deterministic, or draft a chain or a static tree in place of nodes"
         )
 
     def check_sampling(self, request: Sampling) -> None:
