@@ -43,7 +43,7 @@ class Dataset:
         hub: repository and file on the hub, "{subset}" in place of a subset; None where the hub does not have it.
         bundled: number of its questions in ``BUNDLED``, from the first; 0: it is not bundled.
         columns: of a Parquet file, those that are read.
-        revision: where the file is on the hub; None: main.
+        revision: where the file is on the hub; None: the dataset's own, main for most.
         category: the field by which its questions are chosen (``category``); empty: there is none.
         subsets: its folders, each a set of questions of its own; the first is the default of the hub.
     """
@@ -80,7 +80,7 @@ def load(
     Args:
         name: the dataset, which tells how its file is read.
         path: the file, or its folder; None: the bundled file, if there is one and no revision, else from the hub.
-        revision: branch, tag or commit on the hub; None: main.
+        revision: branch, tag or commit on the hub; None: the dataset's own, main for most.
         limit: number of questions, from the first; None: all.
         every: 8: only each eighth of these, from the first; 1: all.
         subset: a part of a dataset that has several, such as throughput_8k of SPEED-Bench; None: the file at ``path``,
