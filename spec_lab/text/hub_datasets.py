@@ -50,7 +50,7 @@ def load(
             content, of which the user's are sent, each after the answer to the one before.
         file: the file in the dataset, JSON Lines (also .gz) or Parquet; None: the only one.
         answer: column of the answers, for the checker; None: there are none.
-        revision: branch, tag or commit on the hub; None: the dataset's own, main for most.
+        revision: branch, tag or commit on the hub; None: main.
         limit: number of rows, from the first; None: all.
         every: 8: only each eighth of these, from the first; 1: all.
         chat: see ``ChatOptions``.
