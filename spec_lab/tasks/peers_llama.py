@@ -117,7 +117,10 @@ class LlamaGenerate:
         self.target, self.sampling, self.seed, self.sha256 = target, sampling, seed, sha256
 
         def make(size: int) -> Any:
-            return llama_of(target, size, draft_model=None if drafts is None else drafts(size))
+            if drafts is None:
+                return llama_of(target, size)
+            # With a draft model the library keeps all logits, but has room for those of one batch only if not told to.
+            return llama_of(target, size, draft_model=drafts(size), logits_all=True)
 
         self.llama = GrowingLlama(target, make, tokens + 1)
 

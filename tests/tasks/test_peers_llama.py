@@ -7,6 +7,7 @@ import pytest
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.request import Request
+from spec_lab.tasks import peers_llama
 from spec_lab.tasks.peers_llama import GreedyDraft, GrowingLlama, LlamaGenerate, LlamaLoop, timed
 from tests.tiny import tiny_target
 
@@ -28,6 +29,15 @@ REQUEST = Request(0, "one", (1, 2, 3), Sampling(), 5, frozenset({7}))
 def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named):
     with pytest.raises(ValueError, match=named):
         arm(tiny_target(), sampling, 0)
+
+
+@pytest.mark.parametrize(("make", "all_logits"), [(LlamaGenerate.plain, None), (LlamaGenerate.lookup, True)])
+def test_there_is_room_for_the_logits_of_a_prompt_longer_than_a_batch_where_something_drafts(
+    monkeypatch, make, all_logits
+):
+    monkeypatch.setattr(peers_llama, "require_llama_cpp", lambda target: None)
+    monkeypatch.setattr(peers_llama, "llama_of", lambda target, size, **more: more.get("logits_all"))
+    assert make(tiny_target(), Sampling(), 0).llama.make(1024) is all_logits
 
 
 @pytest.mark.parametrize(
