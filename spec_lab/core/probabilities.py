@@ -50,7 +50,7 @@ class Sampling:
         logit_bias: numbers added to the logits of tokens, by token id, such as {262: -5}.
         bad_words_ids: lists of token ids that are not generated, such as [[262], [1263, 373]]: the last token of each
             is banned where the others stand before it, prompt included (as in transformers; vLLM reads generated tokens
-            only). Texts are banned by constraint=banned.
+            only). Texts are banned by constraint=controller_banned.
 
     Penalties, biases and banned words are part of the target distribution: at every node of a draft tree they read the
     text and the path to that node, so verification under them is as exact as without.

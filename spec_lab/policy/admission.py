@@ -39,12 +39,12 @@ def largest(
         count: of nodes.
     """
     admitted = rows < shape.roots
-    places = np.flatnonzero(~admitted)
-    nodes = rows[places] - shape.roots
+    positions = np.flatnonzero(~admitted)
+    nodes = rows[positions] - shape.roots
     families = np.where(sampled[nodes], shape.parent[nodes], -1 - nodes)  # those that are admitted together
     together: dict[int, list[int]] = {}
-    for place, family in zip(places.tolist(), families.tolist(), strict=True):
-        together.setdefault(family, []).append(place)
+    for position, family in zip(positions.tolist(), families.tolist(), strict=True):
+        together.setdefault(family, []).append(position)
     share: list[float] = survival[rows].tolist()
     for siblings in sorted(together.values(), key=lambda siblings: -share[siblings[0]]):  # parents come first
         if len(siblings) > count:

@@ -272,10 +272,10 @@ def test_a_verifier_of_one_s_own_is_replayed_as_far_as_it_declares():
     whole, some = by_hand(draft, p.numpy()), by_hand(draft, p.numpy(), top=4)
     assert isinstance(verifier_of(path), Mine)
     for verifier in (Mine(), Mine(top_down=False), Mine(top_down=True)):
-        for own, known in zip(
+        for result, known in zip(
             *(recorded_steps.evaluate(whole, each, subtrees) for each in (verifier, Token())), strict=True
         ):
-            assert own.kind == "exact" and own.tokens == pytest.approx(known.tokens)
+            assert result.kind == "exact" and result.tokens == pytest.approx(known.tokens)
     refused, _ = recorded_steps.evaluate(some, Mine(), subtrees)
     assert isinstance(refused, NeedsModel) and "verifier 'mine' reads whole rows (Verifier.replayed)" in str(refused)
     sums, _ = recorded_steps.evaluate(some, Mine(top_down=True), subtrees)

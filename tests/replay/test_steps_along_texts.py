@@ -226,8 +226,8 @@ def test_what_texts_cannot_identify_is_refused_by_name(target):
 
 def test_a_proposer_of_one_s_own_that_reads_the_text_only_is_followed(target):
     trees, _ = decoded(target)
-    own = replace(trees, proposer={**trees.proposer, "name": "mine", "text_only": True})
-    sums, known = (evaluate(TextRows.of(each), Token(), [(1.0, Rule(parse("1x1")))]) for each in (own, trees))
+    declared = replace(trees, proposer={**trees.proposer, "name": "mine", "text_only": True})
+    sums, known = (evaluate(TextRows.of(each), Token(), [(1.0, Rule(parse("1x1")))]) for each in (declared, trees))
     assert sums.steps == pytest.approx(known.steps)
 
 

@@ -15,9 +15,9 @@ from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.enumeration import Continuous, Reused, TooMany, Unrepeatable
-from spec_lab.tasks.certify.exact import Finding
+from spec_lab.tasks.certify.exact import Finding, examine, toy_parts
 from spec_lab.tasks.certify.instances import PLAIN, QUICK, TOGETHER, Instance, conditioned, constrained, every_instance
-from spec_lab.tasks.certify.together import examine
+from spec_lab.tasks.certify.together import examine_together
 from spec_lab.verify import Misfit, Token, Verdict, Verifier
 
 Tick = Callable[[int], object]
@@ -125,7 +125,7 @@ def prove(
     findings: list[Finding] = []
     for instance in instances:
         try:
-            findings.append(examine(instance, drafting, verifier, sampling))
+            findings.append(_examined(instance, drafting, verifier, sampling))
         except Reused as error:
             findings.append(noise_reused(instance.name, error))
         except TooMany as error:
@@ -150,10 +150,17 @@ def noise_reused(instance: str, error: Reused) -> Finding:
     return Finding(instance, 1.0, 1.0, f"noise is used twice: {error}", 0.0, 0.0, 0)
 
 
+def _examined(instance: Instance, drafting: Proposer | Drawn, verifier: Verifier, sampling: Sampling) -> Finding:
+    """Enumerate an instance, of one request or of several that are decoded together."""
+    if instance.requests == 1:
+        return examine(instance, drafting, verifier, sampling)
+    return examine_together(instance, toy_parts(instance, drafting, sampling), verifier, sampling)
+
+
 def _error(instance: Instance, drafting: Proposer | Drawn, verifier: Verifier, sampling: Sampling) -> Exception | None:
     """Return the error of enumerating an instance; None for none, or for one that is a result of its own."""
     try:
-        examine(instance, drafting, verifier, sampling)
+        _examined(instance, drafting, verifier, sampling)
     except (Reused, TooMany, Continuous):
         return None
     except Exception as error:  # any error of a part

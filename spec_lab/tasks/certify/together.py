@@ -16,17 +16,14 @@ from math import prod
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Drawn
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
 from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
-from spec_lab.propose import Proposer
-from spec_lab.tasks.certify import exact
 from spec_lab.tasks.certify.enumeration import side_by_side
-from spec_lab.tasks.certify.exact import MAX_DECODINGS, Finding, ToyParts, Tree, toy_parts, verified
+from spec_lab.tasks.certify.exact import MAX_DECODINGS, Finding, ToyParts, Tree, verified
 from spec_lab.tasks.certify.ground_truth import truth
-from spec_lab.tasks.certify.instances import PLAIN, Instance
+from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.outputs import (
     EXACT,
     Distribution,
@@ -40,18 +37,12 @@ from spec_lab.verify import Verifier
 
 
 @torch.inference_mode()
-def examine(
-    instance: Instance,
-    proposer: Proposer | Drawn,
-    verifier: Verifier,
-    sampling: Sampling = PLAIN,
-    max_decodings: int = MAX_DECODINGS,
+def examine_together(
+    instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, max_decodings: int = MAX_DECODINGS
 ) -> Finding:
-    """Enumerate an instance of one request or of several. Arguments and errors are those of ``exact.examine``."""
-    if instance.requests == 1:
-        return exact.examine(instance, proposer, verifier, sampling, max_decodings)
+    """Enumerate an instance of several requests. Errors are those of ``exact.examine``."""
     examined = _loop if instance.tokens else _step
-    return examined(instance, toy_parts(instance, proposer, sampling), verifier, sampling, max_decodings)
+    return examined(instance, parts, verifier, sampling, max_decodings)
 
 
 def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, max_decodings: int) -> Finding:
