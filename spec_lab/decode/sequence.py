@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -176,11 +176,12 @@ class Batch:
 
 
 def text_histories(
-    sequences: Iterable[SequenceState], samplings: Sequence[Sampling], vocabulary: int, device: torch.device
+    sequences: Sequence[SequenceState], samplings: Sequence[Sampling], vocabulary: int, device: torch.device
 ) -> TextHistories | None:
     """Return the histories of sequences that are sampled by ``samplings``. See ``TextHistories.of``."""
-    texts = [(sequence.tokens, len(sequence.request.tokens)) for sequence in sequences]
-    return TextHistories.of((text for text, _ in texts), (prompt for _, prompt in texts), samplings, vocabulary, device)
+    texts = (sequence.tokens for sequence in sequences)
+    prompts = (len(sequence.request.tokens) for sequence in sequences)
+    return TextHistories.of(texts, prompts, samplings, vocabulary, device)
 
 
 def by_row(samplings: Sequence[Sampling], tree: np.ndarray) -> list[Sampling]:
