@@ -31,13 +31,14 @@ def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named)
         arm(tiny_target(), sampling, 0)
 
 
-@pytest.mark.parametrize(("make", "all_logits"), [(LlamaGenerate.plain, None), (LlamaGenerate.lookup, True)])
+@pytest.mark.parametrize(("drafts", "all_logits"), [(None, None), (object, True)])
 def test_there_is_room_for_the_logits_of_a_prompt_longer_than_a_batch_where_something_drafts(
-    monkeypatch, make, all_logits
+    monkeypatch, drafts, all_logits
 ):
     monkeypatch.setattr(peers_llama, "require_llama_cpp", lambda target: None)
     monkeypatch.setattr(peers_llama, "llama_of", lambda target, size, **more: more.get("logits_all"))
-    assert make(tiny_target(), Sampling(), 0).llama.make(1024) is all_logits
+    make = LlamaGenerate(tiny_target(), Sampling(), 0, drafts and (lambda size: drafts())).llama.make
+    assert make(1024) is all_logits
 
 
 @pytest.mark.parametrize(
