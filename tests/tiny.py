@@ -84,3 +84,19 @@ def tiny_target(
     """A target around a tiny model; it has no tokenizer."""
     model = tiny_model(family, **changes)
     return Target(CausalLM(model, attention, chunk=chunk), None, f"tiny-{family}", context, "", 0.0)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": COMMON | dict(num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2),
+    "gpt_oss": COMMON | dict(num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": COMMON
+    | dict(num_key_value_heads=2, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
+}
+"""Mixtures of 8 experts, of which each row chooses 2, in both layers."""
+
+
+def tiny_mixture(family: str = "mixtral", seed: int = 0, **changes: Any) -> Any:
+    """A random mixture of experts in float32, which transformers' experts require."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(MIXTURES[family] | changes))
+    return AutoModelForCausalLM.from_config(config).eval()

@@ -89,6 +89,7 @@ def roofline_notes(arms: Mapping[str, Mapping[str, Any]], facts: Mapping[str, An
             more = f" ({_percent(end_to_end['mean'])} end to end)" if end_to_end else ""
             shares.append(f"{name} {share_in_words(arm)}{more}")
     lines = [f"{'; '.join(shares)}."] if shares else []
+    lines += experts_in_words(arms, roofline)
     whole = "; end to end, over all decode time" if "end to end" in "".join(shares) else ""
     lines.append(
         "Roofline share: the least seconds of the target's forwards, max(bytes / bandwidth, FLOPs / peak), over the "
@@ -100,6 +101,25 @@ def roofline_notes(arms: Mapping[str, Mapping[str, Any]], facts: Mapping[str, An
             "too low, and the shares too high."
         )
     return lines
+
+
+def experts_in_words(arms: Mapping[str, Mapping[str, Any]], roofline: Roofline) -> list[str]:
+    """Return how many experts the forwards of each arm read, and how the roofline counts them; nothing of a dense model.
+
+    Args:
+        arms: their figures, by name.
+        roofline: of the run.
+    """
+    if roofline.work.experts is None:
+        return []
+    lines = [
+        f"{name}: a forward of {number(experts['rows'], '.3g')} rows reads {number(experts['read'], '.3g')} of "
+        f"{roofline.work.experts.experts} experts of a layer, {number(experts['rejected_only'], '.2g')} of them for "
+        f"rejected rows alone; uniform choices would read {number(experts['expected'], '.3g')}."
+        for name, arm in arms.items() if (experts := arm.get("experts"))
+    ]  # fmt: skip
+    more = "" if lines else "; count_experts=true counts them"
+    return [*lines, f"The roofline reads the experts that were counted, else as many as uniform choices would{more}."]
 
 
 def _percent(share: float | None) -> str:

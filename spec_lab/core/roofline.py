@@ -42,23 +42,72 @@ class AttentionWork:
 
 
 @dataclass(frozen=True)
+class ExpertWork:
+    """The experts of the layers that have several, of which each row chooses some; experts of every row left out.
+
+    Args:
+        layers: that have them.
+        experts: E, of each layer.
+        per_row: k, that each row chooses.
+        expert_bytes: weights of one expert of one layer, a mean.
+    """
+
+    layers: int
+    experts: int
+    per_row: int
+    expert_bytes: float
+
+    def expected(self, rows: ArrayLike) -> np.ndarray:
+        """Return the expected number of different experts that ``rows`` rows choose in a layer.
+
+        Each row chooses k of E, uniformly and independently of the others: E (1 - (1 - k / E)^rows) (MoESD,
+        2505.19645). Rows that choose alike read fewer.
+        """
+        return np.asarray(self.experts * (1.0 - (1.0 - self.per_row / self.experts) ** np.asarray(rows, dtype=float)))
+
+    def beyond_one_row(self, chosen: ArrayLike) -> np.ndarray:
+        """Return the bytes of all layers beyond those of one row, where a layer's rows chose so many experts."""
+        return self.layers * self.expert_bytes * (np.asarray(chosen, dtype=float) - self.per_row)
+
+
+@dataclass(frozen=True)
 class ForwardWork:
     """The work of a forward, as far as it depends on the model and the number of rows only.
 
-    Activations, norms and softmax are left out, and of the embedding table the few rows that are read. Of a mixture of
-    experts the experts of one row are counted, whatever the number of rows: exact for one row, a lower bound for more.
+    Activations, norms and softmax are left out, and of the embedding table the few rows that are read. Of the experts
+    of a layer those are read that any row chooses.
 
     Args:
-        weight_bytes: weights that every forward reads: linear layers, norms and the LM head (tied or not, once).
+        weight_bytes: weights that a forward of one row reads: linear layers, norms and the LM head (tied or not, once).
         row_flops: of a row in the layers, attention left out: two for each weight that it is multiplied with.
         logits_flops: of a row with logits in the LM head.
         attention: by window and chunk.
+        experts: of a mixture of experts; None of a dense model, and of older records, which
+            count those of one row.
     """
 
     weight_bytes: int
     row_flops: int
     logits_flops: int
     attention: tuple[AttentionWork, ...]
+    experts: ExpertWork | None = None
+
+    def read(self, rows: ArrayLike, chosen: ArrayLike | None = None) -> np.ndarray:
+        """Return the bytes of weights that forwards of so many rows read, all sequences' rows together.
+
+        Args:
+            rows: of each forward.
+            chosen: the different experts of a layer that were counted, a mean over layers; NaN or None: as many as
+                ``ExpertWork.expected``.
+        """
+        count = np.asarray(rows, dtype=float)
+        if self.experts is None:
+            return np.full(count.shape, float(self.weight_bytes))
+        expected = self.experts.expected(count)
+        if chosen is not None:
+            counted = np.asarray(chosen, dtype=float)
+            expected = np.where(np.isnan(counted), expected, counted)
+        return self.weight_bytes + self.experts.beyond_one_row(expected)
 
 
 @dataclass(frozen=True)
@@ -106,7 +155,12 @@ class Roofline:
     limits: MachineLimits
 
     def seconds(
-        self, step: ArrayLike, context: ArrayLike, pending: ArrayLike, nodes: ArrayLike
+        self,
+        step: ArrayLike,
+        context: ArrayLike,
+        pending: ArrayLike,
+        nodes: ArrayLike,
+        chosen: ArrayLike | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the least seconds of reading and of computing of each step, ``[S]`` each; their maximum is the bound.
 
@@ -119,6 +173,7 @@ class Roofline:
             context: ``[N]`` tokens of the sequence when the step began, pending ones included.
             pending: ``[N]`` of them, those that the step computed.
             nodes: ``[N]`` rows below the last pending token, all with logits.
+            chosen: ``[S]`` as in ``ForwardWork.read``.
         """
         columns = (step, context, pending, nodes)
         step, context, pending, nodes = (np.asarray(column, dtype=np.int64) for column in columns)
@@ -129,7 +184,7 @@ class Roofline:
             read += kind.kv_bytes * attended
             flops += float(kind.flops) * rows * np.minimum(attended, min(kind.window or np.inf, kind.chunk or np.inf))
         count = int(step.max(initial=-1)) + 1
-        total_read = work.weight_bytes + np.bincount(step, read, count)
+        total_read = work.read(np.bincount(step, rows, count), chosen) + np.bincount(step, read, count)
         return total_read / self.limits.bandwidth, np.bincount(step, flops, count) / self.limits.peak
 
     def facts(self) -> dict[str, Any]:
@@ -143,7 +198,9 @@ class Roofline:
             return None
         work, limits = facts["work"], facts["limits"]
         attention = tuple(AttentionWork(**_known(AttentionWork, part)) for part in work["attention"])
-        forward_work = ForwardWork(**_known(ForwardWork, work) | {"attention": attention})
+        experts = work.get("experts")
+        parts: dict[str, Any] = {"attention": attention, "experts": experts and ExpertWork(**_known(ExpertWork, experts))}
+        forward_work = ForwardWork(**_known(ForwardWork, work) | parts)
         return Roofline(forward_work, MachineLimits(**_known(MachineLimits, limits)))
 
 
@@ -162,7 +219,7 @@ def _shape(made: type) -> dict[str, Any]:
 
 
 SHAPE = {
-    "work": _shape(ForwardWork) | {"attention": [_shape(AttentionWork)]},
+    "work": _shape(ForwardWork) | {"attention": [_shape(AttentionWork)], "?experts": (None, _shape(ExpertWork))},
     "limits": _shape(MachineLimits),
 }
 """The shape of ``Roofline.facts``."""

@@ -39,11 +39,13 @@ class Recording:
         top: tokens recorded of each row's distributions; all if the vocabulary is no larger. 0: no distributions.
         share: the share of steps whose distributions are recorded. Which ones is a counter-based choice, so that a
             resumed run records the same.
+        experts: whether the experts that rows read are counted (``ExpertCounts``).
     """
 
     drafts: bool = False
     top: int = 0
     share: float = 1.0
+    experts: bool = False
 
     def chosen(self, draws: Draws, keys: Sequence[tuple[int, int, int]]) -> np.ndarray:  # [B] bool
         """Return which of the sequences with these keys (request, branch, step) record their distributions."""

@@ -50,6 +50,7 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
     clock, read = arm.target.lm.clock, Readback()
     clock.take()
     arm.target.lm.capture(arm.proposer.requires.hidden)  # in every step: arms that require others may take turns
+    arm.target.lm.count_experts(arm.record.experts)
     start = Start.of(sequences, chunks, clock.mark())
     if not sequences:
         return _only_chunks(arm, start)
@@ -67,7 +68,7 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
         p = target_distribution(arm, start.sequences, draft, output, masking.on_target)
     with clock.stage("verify"):  # 5. The distribution of where accepted paths end, sampled; the one copy to the host.
         recorder, wanted = StepRecorder(arm, draft, start.sequences), p.verify()
-        wanted |= recorder.wanted(p, wanted) | _required(arm.proposer.requires, output, forest)
+        wanted |= recorder.wanted(p, wanted, output) | _required(arm.proposer.requires, output, forest)
         host = p.settle(dict(zip(wanted, read(*wanted.values()), strict=True)))
     with clock.stage("commit"):  # 6. Commit: tokens, KV cache, constraint states.
         broken = _broken(draft, host, masking, start.sequences)
@@ -90,6 +91,7 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
         mask_busy=masking.seconds, draft_masks=masking.draft_seconds, copies_before=before,
         copies_after=read.copies - before,
         recorded=recorder.drafts(p, host, masking, ends), distributions=recorder.distributions(host, observed),
+        experts=recorder.experts(host, output, forest, committed),
     )  # fmt: skip
 
 

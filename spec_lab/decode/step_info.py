@@ -10,6 +10,7 @@ import numpy as np
 from spec_lab.core.clock import Clock, Mark, Span
 from spec_lab.core.draft import WAYS, Draft
 from spec_lab.decode.commit import Committed
+from spec_lab.decode.expert_counts import ExpertCounts
 from spec_lab.decode.recording import Distributions, Recorded, pack_ids
 from spec_lab.decode.sequence import SequenceState
 
@@ -18,6 +19,9 @@ CAPTURE = "capture"
 PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commit")
 """Phases of a step's time, in order: masks are computed before the target's forward, or waited for after it.
 """
+
+EXPERT_COLUMNS = ("experts", "experts_accepted", "experts_rejected")
+"""The optional columns of ``forwards`` that ``Recording.experts`` adds: the fields of ``ExpertCounts``."""
 
 Chunk = tuple[SequenceState, int]
 """A sequence whose prompt is computed in parts, and how many of its pending tokens this step computes."""
@@ -49,6 +53,7 @@ class StepInfo:
         uploads: copies from the host to the device; none on the CPU.
         recorded: drafted and emitted tokens with their probabilities, where ``Arm.record`` asks for them.
         distributions: of the trees that ``Arm.record`` chooses; None of none.
+        experts: that the forward read, where ``Arm.record`` asks for them and the runner counts them; else None.
     """
 
     sequences: list[SequenceState]
@@ -75,6 +80,7 @@ class StepInfo:
     uploads: int = 0
     recorded: Recorded | None = None
     distributions: Distributions | None = None
+    experts: ExpertCounts | None = None
     codes: np.ndarray | None = None
 
     def slim(self) -> StepInfo:
@@ -114,6 +120,8 @@ class StepInfo:
 
     def row(self) -> dict[str, Any]:
         """Columns of ``forwards``."""
+        counts = self.experts
+        experts = {} if counts is None else dict(zip(EXPERT_COLUMNS, counts, strict=True))
         return {
             "prefill": all(self.prefill),
             "live": len(self.sequences),
@@ -125,6 +133,7 @@ class StepInfo:
             "copies_after": self.copies_after,
             "uploads": self.uploads,
             "captures": sum(name == CAPTURE for name, _, _ in self.spans),
+            **experts,
             **self.seconds(),
         }
 

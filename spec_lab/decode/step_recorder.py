@@ -8,12 +8,15 @@ import numpy as np
 
 from spec_lab.core.draft import Draft
 from spec_lab.decode.arm import Arm
+from spec_lab.decode.commit import Committed
+from spec_lab.decode.expert_counts import ExpertCounts
 from spec_lab.decode.masking import Masking
 from spec_lab.decode.outcome import TargetDistribution
 from spec_lab.decode.proposer import Observation
 from spec_lab.decode.recording import Distributions, Recorded, expanded, feature_hash, recorded_numbers
 from spec_lab.decode.rows import at_temperature_1, draft_probabilities
 from spec_lab.decode.sequence import SequenceState, by_row
+from spec_lab.runners.runner import Output
 from spec_lab.verify.arrays import Array
 
 
@@ -36,7 +39,7 @@ class StepRecorder:
                 [sequence.tokens[-1] for sequence in sequences],
             )
 
-    def wanted(self, p: TargetDistribution, outcome: Mapping[str, Array]) -> dict[str, Array]:
+    def wanted(self, p: TargetDistribution, outcome: Mapping[str, Array], output: Output) -> dict[str, Array]:
         """Return what the host reads, given the outcome of the verification."""
         wanted: dict[str, Array] = {}
         if self.record.drafts:
@@ -49,7 +52,17 @@ class StepRecorder:
             plain = at_temperature_1(rows.logits, self.rows, samplings, rows.history, rows.allowed)
             numbers = recorded_numbers(self.rows, self.draft, plain, self.record.top)
             wanted |= {f"recorded_{name}": number for name, number in numbers.items()}
+        if self.record.experts and output.experts is not None:
+            wanted["experts"] = output.experts.index
         return wanted
+
+    def experts(
+        self, host: Mapping[str, np.ndarray], output: Output, forest: Draft, committed: Sequence[Committed]
+    ) -> ExpertCounts | None:
+        """Return how many experts were read; None where that is not counted."""
+        if output.experts is None or "experts" not in host:
+            return None
+        return ExpertCounts.of_step(output, host["experts"], output.experts.experts, forest, committed)
 
     def drafts(
         self, p: TargetDistribution, host: Mapping[str, np.ndarray], masking: Masking, broken: Collection[int]

@@ -19,7 +19,7 @@ from spec_lab.core.files import file_hash
 from spec_lab.core.options import Count, OneOf, Whole, WrongOption
 from spec_lab.core.options import checked as check_arguments
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.core.roofline import AttentionWork, ForwardWork
+from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork
 from spec_lab.models.forests import RATIO, Checked, decode_forests, largest_error, rounding_error
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
@@ -157,6 +157,7 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
     if not heads:
         return None
     weights, flops, head = 0.0, 0.0, "token_embd.weight" if file.tied else "output.weight"
+    stacked, blocks, mixture = 0, set[str](), None
     for name, tensor in file.tensors.items():
         if name == "token_embd.weight" and not file.tied:
             continue
@@ -165,6 +166,8 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
             if not fields["expert_count"] or not fields["expert_used_count"]:
                 return None
             share = fields["expert_used_count"] / fields["expert_count"]
+            stacked += tensor.nbytes
+            blocks.add(name.rpartition(".ffn_")[0])
         weights += share * tensor.nbytes
         if name != head and len(tensor.shape) > 1:
             flops += share * 2 * tensor.parameters
@@ -173,7 +176,10 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
     kv_heads = fields["attention.head_count_kv"] or heads
     cached = file.num_layers * kv_heads * both * KV_BYTES[kv_dtype]
     attention = AttentionWork(round(cached), file.num_layers * 2 * heads * both)
-    return ForwardWork(round(weights), round(flops), 2 * file.vocabulary * file.hidden_size, (attention,))
+    if blocks:
+        experts, per_row = fields["expert_count"], fields["expert_used_count"]
+        mixture = ExpertWork(len(blocks), experts, per_row, stacked / (len(blocks) * experts))
+    return ForwardWork(round(weights), round(flops), 2 * file.vocabulary * file.hidden_size, (attention,), mixture)
 
 
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}

@@ -146,6 +146,15 @@ def drafter_of(proposer: Proposer) -> dict[str, Any]:
     return facts | {"facts": without_costs(proposer.facts)}
 
 
+def timed_batches(target: Target, most: int) -> list[int]:
+    """Return the numbers of sequences of which steps are timed: one and the most; of a mixture of experts also powers of
+    two between, since the experts that a step reads do not grow linearly with its rows.
+    """
+    work = target.lm.work
+    between = [] if work is None or work.experts is None else [1 << power for power in range(1, most.bit_length())]
+    return sorted({1, *(count for count in between if count < most), most})
+
+
 def draft_costs(
     target: Target,
     proposer: Proposer,
@@ -182,7 +191,7 @@ def draft_costs(
     expected = {k: (depth if whole and k else k) + 1.0 for k in sizes}
     seconds: dict[int, dict[int, Mapping[int, float]]] = {}
     contexts = sorted({context_of(target, context) for context in timing.contexts})
-    for context, live in product(contexts, sorted({1, timing.batch_size})):
+    for context, live in product(contexts, timed_batches(target, timing.batch_size)):
         under = conditions(
             target, json.dumps(drafter, sort_keys=True, default=str), [(k,) for k in sizes], live, sampling, context
         )

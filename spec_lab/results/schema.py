@@ -111,7 +111,18 @@ OPTIONAL = {
         "turn": (
             _WHOLE,
             "as in requests; forward goes on from turn to turn, and start begins at 0 in each",
-        )
+        ),
+        "experts": (
+            pa.list_(pa.int64()),
+            "of a mixture of experts, for each layer with experts, the different ones that the rows of the forward "
+            "chose; null where that is not counted: in forwards that only compute prompts, or continue a draft of the "
+            "target's own layers (early_exit)",
+        ),
+        "experts_accepted": (
+            pa.list_(pa.int64()),
+            "the same of pending tokens and accepted draft nodes, before truncation",
+        ),
+        "experts_rejected": (pa.list_(pa.int64()), "the same of all other draft nodes"),
     },
     "steps": {
         "draft_tokens": (pa.list_(pa.int32()), "the drafted tokens, in the order of the tree's nodes"),

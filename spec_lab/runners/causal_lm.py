@@ -35,6 +35,7 @@ from spec_lab.runners.attention import (
 from spec_lab.runners.causal_draft_pass import CausalDraftPass, continue_from
 from spec_lab.runners.dense import DensePacker
 from spec_lab.runners.draft_pass import Route, Sublayer
+from spec_lab.runners.experts import why_not_counted
 from spec_lab.runners.forward import Forward, ModelCall
 from spec_lab.runners.graphs import Capture, CudaGraphs, Graphs, uncaptured
 from spec_lab.runners.kv_cache import GRAIN, Cells, CellSequence
@@ -273,6 +274,19 @@ class CausalLM(DraftRunner):
         states = numbered(layers, last)
         self._asked = layers
         self.call.capture(states, last, find_layers(self.model)[2][-1] if last in states else None)
+
+    @cached_property
+    def why_no_expert_counts(self) -> str:
+        """See ``runner.Runner``. Hooks do not run in captured forwards."""
+        return "its forwards have fixed shapes (graphs=true)" if self.fixed else why_not_counted(self.model)
+
+    def count_experts(self, on: bool) -> None:
+        """See ``runner.Runner``."""
+        if on == (self.call.experts is not None):
+            return
+        if on and self.why_no_expert_counts:
+            raise ValueError(self.why_no_expert_counts)
+        self.call.count_experts(on)
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Sequence[int], rows: int) -> Tensor:  # [rows, V]

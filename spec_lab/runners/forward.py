@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.clock import Phase
+from spec_lab.runners.experts import ChosenExperts, ExpertHooks
 from spec_lab.runners.runner import Output
 
 
@@ -27,12 +28,15 @@ class ModelCall:
     Attributes:
         layers: numbers of the captured hidden states (``runner.numbered``).
         hook: what catches the state after the final norm; None where it is not needed, or transformers keeps it.
+        experts: hooks that keep what routers choose; None where that is not counted.
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
         self.layers: tuple[int, ...] = ()
         self.hook: Any = None
+        self.experts: ExpertHooks | None = None
+        self._chosen: ChosenExperts | None = None
         self._last = 0
         self._last_hook: Any = None
         self._final: Tensor | None = None
@@ -76,6 +80,17 @@ class ModelCall:
         final, self._final = self._final, None
         return final
 
+    def count_experts(self, on: bool) -> None:
+        """Keep what routers choose from now on, or no longer."""
+        if self.experts is not None:
+            self.experts.remove()
+        self.experts, self._chosen = ExpertHooks(self.model) if on else None, None
+
+    def take_chosen(self) -> ChosenExperts | None:
+        """What the routers of the last call chose, which is kept no longer; None where it is not known."""
+        chosen, self._chosen = self._chosen, None
+        return chosen
+
     def run(self, module: Any, ids: Tensor, positions: Tensor, pack: Any, mask: Any, **more: Any) -> Any:
         """Call the model or its decoder on rows ``[b, n]``; return what it returns."""
         return module(
@@ -89,7 +104,11 @@ class ModelCall:
         """Logits ``[R, V]`` of the rows ``keep``, and the captured hidden states ``[N, layers * H]``."""
         all_states = bool(self.layers) and min(self.layers) < self._last
         more: dict[str, Any] = {"output_hidden_states": True} if all_states else {}
+        if self.experts is not None:
+            self.experts.begin()
         output = self.run(self.model, ids, positions, pack, mask, logits_to_keep=keep, **more)
+        if self.experts is not None:
+            self._chosen = self.experts.take()
         final, before = self.take_final(), self.take_before()
         if not self.layers:
             return output.logits.flatten(0, 1), None
@@ -130,6 +149,8 @@ class Forward(ABC):
                 for sequence, rows in zip(sequences, chunk.pending, strict=True):
                     states = hidden[rows]
                     early[sequence] = torch.cat([early[sequence], states]) if sequence in early else states
+        call.take_chosen()
         with timed:
             logits, hidden = self.compute(call)
-        return Output(logits, self.attended, hidden, self.pending, self.nodes, early)
+        chosen = None if self.early else call.take_chosen()  # all rows, not those of a long prompt's last part
+        return Output(logits, self.attended, hidden, self.pending, self.nodes, early, experts=chosen)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spec_lab.core.probabilities import probs_dtype
-from spec_lab.core.roofline import AttentionWork, ForwardWork
+from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork
 from spec_lab.runners.adaptors import EXTRA, has_alibi
 from spec_lab.runners.attention import FULL, AttentionKind, layers_without_cells
 from spec_lab.runners.memory_need import ModelMemory, StateMemory
@@ -37,7 +37,7 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
     per_row = getattr(config, "num_experts_per_tok", None)
     if sizes is None:
         return None
-    weights, flops = 0.0, 0.0
+    weights, flops, stacked, layers = 0.0, 0.0, 0, 0
     for module, parameters, quantized in _weights(model, without=nn.Embedding):
         if quantized:
             flops += 2 * in_times_out(module)
@@ -46,6 +46,7 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
             if not (experts and per_row and all(parameter.shape[0] == experts for parameter in parameters)):
                 return None
             share = per_row / experts
+            stacked, layers = stacked + _bytes(parameters), layers + 1
         weights += share * _bytes(parameters)
         for parameter in parameters:
             if not quantized and parameter is not head and parameter.dim() == (3 if several else 2):
@@ -57,7 +58,8 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
         AttentionWork(count * cached, count * 2 * sizes[0] * (key + value), kind.sliding_window, kind.chunk)
         for kind, count in same.items()
     ]
-    return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
+    mixture = ExpertWork(layers, experts, per_row, stacked / (layers * experts)) if layers else None
+    return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention), mixture)
 
 
 def memory_of(

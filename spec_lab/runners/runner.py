@@ -21,6 +21,7 @@ from spec_lab.core.shape import Shape
 from spec_lab.core.upload import rows_at
 from spec_lab.runners.attention import Attention
 from spec_lab.runners.draft_pass import Route, Sublayer
+from spec_lab.runners.experts import ChosenExperts
 
 if TYPE_CHECKING:
     from spec_lab.runners.causal_draft_pass import CausalDraftPass
@@ -119,6 +120,7 @@ class Output:
         pending_rows: for each sequence, those that only prefill last, the rows of its pending tokens in ``hidden``.
         node_rows: for each tree the rows of its nodes.
         early: for sequences with long prompts the hidden states of the pending tokens before those rows.
+        experts: that the rows chose, numbered as those of ``hidden``; None where they are not counted.
         array: the same memory as ``logits``, of a runner whose logits are in the host's memory. After a forward the
             CPU's caches are cold, so that a call of torch costs some ten microseconds; NumPy's cost two.
     """
@@ -129,6 +131,7 @@ class Output:
     pending_rows: Sequence[Rows] = ()
     node_rows: Sequence[Rows] = ()
     early: Mapping[int, Tensor] = field(default_factory=dict)
+    experts: ChosenExperts | None = None
     array: np.ndarray | None = None
 
     def observed(self, sequence: int, nodes: Sequence[int] = ()) -> Tensor | None:  # [n, layers * H]
@@ -332,6 +335,22 @@ class Runner(ABC):
         finally:
             kv.close()
         return torch.stack(logits)
+
+    # Mixtures of experts (``experts``) -------------------------------------------------------------------------------
+
+    @property
+    def why_no_expert_counts(self) -> str:
+        """Why it cannot count the experts that rows read; empty where it can."""
+        return f"it is computed by {type(self).__name__}, whose routers are not read"
+
+    def count_experts(self, on: bool) -> None:
+        """Return the experts that rows chose (``Output.experts``) from now on, or no longer.
+
+        Raises:
+            ValueError: it cannot; says why.
+        """
+        if on:
+            raise ValueError(self.why_no_expert_counts)
 
     # The ability ``sparse_kv`` ----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from spec_lab.core.progress import Progress
 from spec_lab.core.request import Request
 from spec_lab.core.roofline import Roofline
 from spec_lab.decode.capacity import max_at_once
+from spec_lab.decode.step_info import EXPERT_COLUMNS
 from spec_lab.propose import Null
 from spec_lab.replay.bounds import ArmBounds, for_summary
 from spec_lab.results import sources
@@ -110,6 +111,7 @@ def _columns(lab: Lab, settings: Settings) -> list[str]:
     policies = any("policy" in facts for facts in lab.facts().values())
     checks = any(prompt.checker for prompt in lab.prompts)
     columns = [*DRAFT_COLUMNS * settings.records_drafts, *["policy"] * policies]
+    columns += EXPERT_COLUMNS * settings.count_experts
     columns += [*TURN_COLUMNS * (lab.chat_facts() is not None), *CHECK_COLUMNS * checks]
     return columns + [*TIMING_COLUMNS, *["cached_tokens"] * (settings.prefix_cache is not None)]
 

@@ -154,6 +154,8 @@ class Lab:
                 "record=replay supports no constraint yet, nor banned strings or a minimum length: replay does not "
                 "know which tokens are forced or taken back. Set constraint=none, or record=drafts"
             )
+        if settings.count_experts and (why := self.target.lm.why_no_expert_counts):
+            raise ValueError(f"count_experts=true: {why}; set count_experts=false")
         baseline = self.arm(settings, Null.load(self.target), Match())
         baseline = replace(baseline, record=replace(settings.recording, top=0))
         arms: dict[str, GroupDecoder] = {}

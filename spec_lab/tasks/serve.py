@@ -381,7 +381,8 @@ def _add_roofline(rows: Mapping[int, dict[str, Any]], infos: Sequence[StepInfo],
         row |= dict.fromkeys(ROOFLINE, 0.0)
     for info in infos:
         nodes = info.draft.acceptable_nodes + info.draft.computed_only_nodes
-        (read,), (compute,) = roofline.seconds(np.zeros(len(nodes)), info.context, info.pending, nodes)
+        chosen = None if info.experts is None else [np.mean(info.experts.read)]
+        (read,), (compute,) = roofline.seconds(np.zeros(len(nodes)), info.context, info.pending, nodes, chosen)
         columns = {
             "lower_bound_seconds": max(read, compute),
             "read_seconds": read if read >= compute else 0.0,

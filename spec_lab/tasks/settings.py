@@ -45,6 +45,7 @@ class Settings:
             benchmark of at most ``SMALL_RUN`` tokens, else nothing; "none" or None: nothing.
         record_top: tokens that replay keeps of each row's distributions; all of a vocabulary that is no larger.
         record_share: the share of steps that replay keeps.
+        count_experts: of a mixture of experts: count the experts that each forward reads, from its routers.
         verbose: -v: print every column of the tables; terminals of 130 columns and more show them anyway.
         overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a
             sweep prints no table and draws no figures.
@@ -73,6 +74,7 @@ class Settings:
     record: Literal["auto", "drafts", "replay", "none"] | None = None
     record_top: Annotated[int, Whole(1, 2**24)] = 128
     record_share: Annotated[float, Number(0, 1, above=True)] = 1.0
+    count_experts: bool = False
     verbose: bool = False
     overrides: Sequence[str] | None = None
     overwrite: bool = False
@@ -101,7 +103,7 @@ class Settings:
     def recording(self) -> Recording:
         """Records of each step."""
         top = self.record_top if self.record == "replay" else 0
-        return Recording(self.records_drafts, top, float(self.record_share))
+        return Recording(self.records_drafts, top, float(self.record_share), self.count_experts)
 
     @property
     def records_drafts(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from spec_lab.core import machine_limits, roofline
 from spec_lab.core.clock import Clock
 from spec_lab.core.files import expect
 from spec_lab.core.machine_limits import cache_bytes, measure
-from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
+from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork, MachineLimits, Roofline
 
 WORK = ForwardWork(1000, 100, 10, (AttentionWork(4, 2),))
 LIMITS = MachineLimits(
@@ -46,9 +47,30 @@ def test_layers_with_chunks_read_from_the_beginning_of_the_first_row_s_chunk():
     assert compute.tolist() == [(100 * 3 + 10 * 3 + 3 * 6 * 6) / 50, (100 + 10 + 6) / 50]
 
 
+@pytest.mark.parametrize(("experts", "per_row", "rows"), [(2, 1, 3), (4, 2, 3), (5, 2, 2), (4, 4, 2), (6, 1, 4)])
+def test_the_experts_that_rows_read_are_the_mean_over_all_independent_uniform_choices(experts, per_row, rows):
+    choices = list(product(combinations(range(experts), per_row), repeat=rows))
+    mean = sum(len(set().union(*chosen)) for chosen in choices) / len(choices)
+    assert ExpertWork(1, experts, per_row, 1.0).expected(rows) == pytest.approx(mean)
+
+
+def test_a_step_reads_the_experts_that_were_counted_and_else_as_many_as_uniform_choices():
+    """Three layers of 8 experts with 10 bytes each. Step 0 has 6 rows in two sequences, step 1 has one, 2 of 8."""
+    mixture = replace(WORK, experts=ExpertWork(3, 8, 2, 10.0))
+    rows = [0, 0, 1], [8, 9, 6], [1, 3, 1], [0, 2, 0]
+    cells = [4 * (8 + 11), 4 * 6]
+    uniform = 8 * (1 - 0.75**6)
+    read, compute = Roofline(mixture, LIMITS).seconds(*rows)
+    assert read == pytest.approx([(1000 + 30 * (uniform - 2) + cells[0]) / 100, (1000 + cells[1]) / 100])
+    counted, _ = Roofline(mixture, LIMITS).seconds(*rows, [5.0, float("nan")])
+    assert counted == pytest.approx([(1000 + 30 * (5 - 2) + cells[0]) / 100, read[1]])
+    assert (compute == Roofline(WORK, LIMITS).seconds(*rows)[1]).all(), "each row is multiplied with its own experts"
+
+
 def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_checked_for():
     near = AttentionWork(8, 6, window=5), AttentionWork(8, 6, chunk=9)
-    written = Roofline(replace(WORK, attention=(*WORK.attention, *near)), LIMITS)
+    mixture = ExpertWork(2, 8, 2, 1.5)
+    written = Roofline(replace(WORK, attention=(*WORK.attention, *near), experts=mixture), LIMITS)
     facts = json.loads(json.dumps(written.facts()))
     expect(facts, roofline.SHAPE, "roofline")
     assert Roofline.of(facts) == written
@@ -59,6 +81,9 @@ def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_ch
         del fact_value["chunk"]
     expect(facts, roofline.SHAPE, "roofline")
     assert Roofline.of(facts) is not None, "an older version recorded no chunks"
+    del facts["work"]["experts"]
+    expect(facts, roofline.SHAPE, "roofline")
+    assert Roofline.of(facts).work.experts is None, "nor experts"
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------

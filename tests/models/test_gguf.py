@@ -99,6 +99,8 @@ def test_of_a_mixture_of_experts_the_experts_of_one_row_are_counted(files):
     )
     up = sum(tensor.parameters for name, tensor in file.tensors.items() if "ffn_up" in name)
     assert many.row_flops - few.row_flops == 2 * 6 * up and many.weight_bytes > few.weight_bytes
+    assert (few.experts.experts, few.experts.per_row, many.experts.per_row) == (8, 2, 8)
+    assert many.weight_bytes - few.weight_bytes == pytest.approx(few.experts.beyond_one_row(8), abs=1)
 
 
 def test_end_tokens_that_llama_cpp_knows_by_their_text_end_a_generation_too(files):

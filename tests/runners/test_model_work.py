@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_lab.core.roofline import AttentionWork, ForwardWork
+from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.model_work import work_of
-from tests.tiny import COMMON, FAMILIES, VOCABULARY, WINDOWED, tiny_model
+from tests.tiny import FAMILIES, MIXTURES, VOCABULARY, WINDOWED, tiny_mixture, tiny_model
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, DIM, DOUBLE = 32, 48, 2, 4, 2, 8, 8  # of the tiny Llama, in float64
 
@@ -53,29 +52,19 @@ def test_flops_are_those_that_torch_counts(family):
     assert counted.get_total_flops() == 7 * work.row_flops + 3 * work.logits_flops + scores
 
 
-MIXTURES = {
-    "mixtral": dict(num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2),
-    "gpt_oss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2),
-    "qwen3_moe": dict(num_key_value_heads=2, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
-}
-
-
-def mixture(family, **changes):
-    config = AutoConfig.for_model(family, **(COMMON | MIXTURES[family] | changes))
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_of_a_mixture_of_experts_those_of_one_row_count(family):
     eight, four = (
-        work_of(mixture(family, **{name: count}), {}) for name, count in (_experts(family, 8), _experts(family, 4))
+        work_of(tiny_mixture(family, **{name: count}), {}) for name, count in (_experts(family, 8), _experts(family, 4))
     )
     router = LAYERS * HIDDEN * 4
     assert eight.row_flops - four.row_flops == 2 * router, "only the router grows with the number of experts"
-    work = work_of(mixture(family, num_experts_per_tok=1), {})
+    work = work_of(tiny_mixture(family, num_experts_per_tok=1), {})
     expert = 3 * HIDDEN * FFN * LAYERS
     assert eight.row_flops - work.row_flops == 2 * expert
     assert eight.weight_bytes - work.weight_bytes >= 4 * expert
+    biases = 2 * FFN + HIDDEN if family == "gpt_oss" else 0
+    assert eight.experts == ExpertWork(LAYERS, 8, 2, 4 * (3 * HIDDEN * FFN + biases))
 
 
 def _experts(family, count):

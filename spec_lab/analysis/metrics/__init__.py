@@ -45,6 +45,7 @@ from spec_lab.analysis.metrics.acceptance import (
     tau_with_forced,
 )
 from spec_lab.analysis.metrics.accuracy import accuracy, correct, correct_totals
+from spec_lab.analysis.metrics.experts import expert_figures
 from spec_lab.analysis.metrics.intervals import (
     MIN_CLUSTERS,
     Interval,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from spec_lab.analysis.metrics.experts import per_layer
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval, ratio
 from spec_lab.analysis.metrics.phases import since_last_step
 from spec_lab.core.roofline import Roofline
@@ -54,10 +55,9 @@ def step_bounds(tables: Tables, arm: str, roofline: Roofline) -> pd.DataFrame:
     prefill[steps.loc[steps["prefill"], "place"]] = True
     steps = steps[~prefill[steps["place"]]]
     number = np.cumsum(~prefill) - 1
-    memory, compute = roofline.seconds(
-        number[steps["place"]], steps["context"], steps["pending"], steps["nodes"] + steps["computed_only"]
-    )
     kept = forwards[~prefill]
+    rows = steps["context"], steps["pending"], steps["nodes"] + steps["computed_only"]
+    memory, compute = roofline.seconds(number[steps["place"]], *rows, per_layer(kept))
     return pd.DataFrame(
         {
             "group": kept["group"].to_numpy(),

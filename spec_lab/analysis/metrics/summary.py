@@ -8,6 +8,7 @@ import pandas as pd
 
 from spec_lab.analysis.metrics import acceptance, phases, published, reliability, speed, texts
 from spec_lab.analysis.metrics.accuracy import accuracy, correct
+from spec_lab.analysis.metrics.experts import expert_figures
 from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
 from spec_lab.analysis.metrics.ranges import along_text
 from spec_lab.analysis.metrics.roofline import roofline_figures
@@ -58,7 +59,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
 
     Most keys are the names of the functions that compute them. ``intervals`` holds mean, low and high (95 %, over
     groups) of those that are ratios of sums, ``calibration`` sampled against exact acceptance, ``confidence`` the
-    reliability of the drafter's own predictions (empty without any). ``by_position``, ``by_context`` and ``by_turn``
+    reliability of the drafter's own predictions (empty without any). ``experts`` are those of
+    ``expert_figures`` (empty where none were counted). ``by_position``, ``by_context`` and ``by_turn``
     are those of ``along_text``. ``speedup`` and ``speedup_with_prefill`` are ratios of sums;
     ``speedup_mean_of_groups`` and ``speedup_geometric_mean`` are means of the groups' ratios. Times to first and per
     output token are means over requests, in seconds. Figures named after another system are as its code computes them
@@ -136,6 +138,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "baseline_overhead": phases.overhead(timed.forwards, baseline),
         **(roofline_figures(timed, arm, roofline) if compared else base),
         "baseline_roofline_share": base["roofline_share"]["mean"],
+        "experts": expert_figures(tables, arm, roofline),
         "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
         "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,
         "accuracy": accuracy(tables.requests, arm, baseline),

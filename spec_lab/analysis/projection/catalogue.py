@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spec_lab.analysis.projection.mixtures import Mixture, check_layers, mixture_of
 from spec_lab.core.files import read_json, read_text
 from spec_lab.core.options import whole
-from spec_lab.core.roofline import AttentionWork, ForwardWork
+from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork
 
 HERE = Path(__file__).parent
 
@@ -88,16 +89,17 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense transformer with gated MLPs, as Llama and Qwen are; biases and norms are left out.
+    """A transformer with gated MLPs, as Llama and Qwen are, or with experts; biases and norms are left out.
 
     Args:
         name: on the command line.
         layers: number of layers.
-        hidden, intermediate: sizes of the residual stream and of the MLPs.
+        hidden, intermediate: sizes of the residual stream and of dense MLPs.
         heads, kv_heads, head_dim: of attention.
         vocabulary: V.
         tied: whether embedding and LM head share their weights.
         source: of these numbers.
+        mixture: of its experts; None of a dense model.
     """
 
     name: str
@@ -110,12 +112,43 @@ class ModelShape:
     vocabulary: int
     tied: bool
     source: str = ""
+    mixture: Mixture | None = None
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        """Weights of one dense layer."""
+        return self._attention_weights + 3 * self.hidden * self.intermediate
+
+    @property
+    def _attention_weights(self) -> int:
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def layers_weights(self, every: bool = False) -> int:
+        """Return the weights of all layers that a row is multiplied with, or all of them, with a router in each layer
+        that has experts.
+
+        Args:
+            every: all experts, not only those of one row.
+        """
+        mixture = self.mixture
+        if mixture is None:
+            return self.layers * self.layer_weights
+        sparse = self.layers - mixture.dense_layers
+        return mixture.dense_layers * self.layer_weights + sparse * self.expert_layer_weights(every)
+
+    def expert_layer_weights(self, every: bool = False) -> int:
+        """Return the weights of a layer with experts, as ``layers_weights``."""
+        assert self.mixture is not None, "of a mixture of experts"
+        chosen = self.mixture.experts if every else self.mixture.per_row
+        inner = chosen * self.mixture.intermediate + self.mixture.shared
+        return self._attention_weights + self.hidden * (3 * inner + self.mixture.experts)
+
+    def expert_work(self, layers: int, precision: Precision) -> ExpertWork | None:
+        """Return the work of the experts of so many layers; None of a dense model."""
+        if self.mixture is None:
+            return None
+        weights = 3 * self.hidden * self.mixture.intermediate
+        return ExpertWork(layers, self.mixture.experts, self.mixture.per_row, weights * precision.weight_bytes)
 
     @property
     def head_weights(self) -> int:
@@ -125,12 +158,14 @@ class ModelShape:
     @property
     def weights(self) -> int:
         """All weights, embeddings included."""
-        return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
+        return self.layers_weights(every=True) + self.head_weights * (1 if self.tied else 2)
 
     def work(self, precision: Precision, head_share: float = 1.0) -> ForwardWork:
         """Return what a forward reads and computes, with this share of the LM head's rows."""
         head = round(self.head_weights * head_share)
-        return work(self.layers * self.layer_weights, head, self.attention(self.layers), precision)
+        sparse = 0 if self.mixture is None else self.layers - self.mixture.dense_layers
+        experts = self.expert_work(sparse, precision)
+        return work(self.layers_weights(), head, self.attention(self.layers), precision, experts)
 
     def attention(self, layers: int) -> tuple[int, int]:
         """Return keys and values of one position, and FLOPs of one row over one position, of so many layers."""
@@ -141,7 +176,13 @@ class ModelShape:
         return self.weights * precision.weight_bytes
 
 
-def work(matrices: int, head: int, attention: tuple[int, int], precision: Precision) -> ForwardWork:
+def work(
+    matrices: int,
+    head: int,
+    attention: tuple[int, int],
+    precision: Precision,
+    experts: ExpertWork | None = None,
+) -> ForwardWork:
     """Return the work of a forward.
 
     Args:
@@ -149,6 +190,7 @@ def work(matrices: int, head: int, attention: tuple[int, int], precision: Precis
         head: weights of the LM head.
         attention: of ``ModelShape.attention``.
         precision: of weights and KV cache.
+        experts: of which ``matrices`` counts those of one row; None for none.
     """
     kv, flops = attention
     return ForwardWork(
@@ -156,6 +198,7 @@ def work(matrices: int, head: int, attention: tuple[int, int], precision: Precis
         row_flops=2 * matrices,
         logits_flops=2 * head,
         attention=(AttentionWork(round(kv * precision.kv_bytes), flops),) if kv else (),
+        experts=experts,
     )
 
 
@@ -232,21 +275,18 @@ def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Return the shape that a config of transformers describes.
 
     Raises:
-        ValueError: experts, or a config without the sizes of a dense decoder; names file and size.
+        ValueError: layers that are not modelled, experts that are described by fields of another meaning, or a config
+            without the sizes of a decoder; names file and field.
     """
-    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ValueError(
-            f"{name} has experts: how many of them a step reads depends on its rows, which projection does not model; "
-            "use measured forwards (--costs FILE)"
-        )
     file = f"{name}/config.json"
+    check_layers(file, config)
 
-    def size(key: str, otherwise: int | None = None) -> int:
+    def size(key: str, otherwise: int | None = None, minimum: int = 1) -> int:
         if config.get(key) is None:
             if otherwise is None:
-                raise ValueError(f"{file} has no '{key}': it is not the config of a dense decoder")
+                raise ValueError(f"{file} has no '{key}': it is not the config of a decoder")
             return otherwise
-        return whole(f"{file}: {key}", config[key], maximum=MAX_SIZE)
+        return whole(f"{file}: {key}", config[key], minimum, maximum=MAX_SIZE)
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     if hidden < heads and config.get("head_dim") is None:
@@ -262,6 +302,7 @@ def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         vocabulary=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         source=file,
+        mixture=mixture_of(file, config, size),
     )
 
 
@@ -327,7 +368,14 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
 def _model(row: Mapping[str, str]) -> ModelShape:
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
     values: dict[str, Any] = {size: int(_positive(row, size, MAX_SIZE)) for size in sizes}
-    return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"])
+    mixture = None
+    if row["experts"]:
+        parts = ("experts", "experts_per_row", "expert_size")
+        shared, dense = (int(row[name] or 0) for name in ("shared_size", "dense_layers"))
+        mixture = Mixture(*(int(_positive(row, part, MAX_SIZE)) for part in parts), shared, dense)
+    return ModelShape(
+        name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"], mixture=mixture
+    )
 
 
 def _runtime(row: Mapping[str, str]) -> Runtime:

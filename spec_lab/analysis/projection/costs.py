@@ -34,6 +34,7 @@ class RooflineForward:
 
     Matrices and attention run one after the other, so each is bounded on its own (Williams et al., 2009, doi
     10.1145/1498765.1498785): max(bytes / bandwidth, FLOPs / peak), with every row over every position of its sequence.
+    The rows of all sequences read the experts of a mixture that any of them chooses (``ForwardWork.read``).
     Each layer adds ``Runtime.layer_gap``. Where the host launches kernels, a forward takes at least its
     ``layer_launch``, which overlaps with computing.
 
@@ -61,7 +62,7 @@ class RooflineForward:
         bandwidth = self.hardware.bandwidth * self.runtime.bandwidth_share
         peak = self.hardware.peak(self.precision) * self.runtime.compute_share
         computed, work = each * sequences, self.work
-        device = np.maximum(work.weight_bytes / bandwidth, (work.row_flops + work.logits_flops) * computed / peak)
+        device = np.maximum(work.read(computed) / bandwidth, (work.row_flops + work.logits_flops) * computed / peak)
         for layers in work.attention:
             read = layers.kv_bytes * sequences * (cached + each)
             device = device + np.maximum(read / bandwidth, float(layers.flops) * computed * (cached + each) / peak)

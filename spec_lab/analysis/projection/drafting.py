@@ -139,7 +139,8 @@ def by_roofline(
     """Return how a proposer drafts for a target, by the roofline.
 
     - A draft model computes its own layers and LM head.
-    - EAGLE and MTP compute one layer of the target's shape, the projection of what it reads (two inputs of the target's
+    - EAGLE and MTP compute one layer of the target's shape (of a mixture of experts MTP one with experts, all others
+      dense ones of ``intermediate_size``), the projection of what it reads (two inputs of the target's
       width; EAGLE-3: its attention reads two, and features of three layers are projected once), and an LM head. That of
       EAGLE-3 has at most ``EAGLE3_VOCABULARY`` tokens.
     - P-EAGLE computes ``layers`` layers of the target's shape by one pass, the first of which reads two inputs, over
@@ -186,7 +187,11 @@ def by_roofline(
             extra = hidden * target.head_dim * (target.heads + 2 * target.kv_heads)  # of two inputs
         elif kind == "block drafter":
             extra = TAPS * hidden * hidden
-        forward = made(work(count * target.layer_weights + extra, head, target.attention(count), precision), count)
+        layer, experts = target.layer_weights, None
+        if proposer == "mtp" and target.mixture is not None:
+            layer, experts = target.expert_layer_weights(), target.expert_work(count, precision)
+        matrices = count * layer + extra
+        forward = made(work(matrices, head, target.attention(count), precision, experts), count)
     return Drafting(forward, *PASSES_OF[kind], rows=rows)
 
 

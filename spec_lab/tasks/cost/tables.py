@@ -36,6 +36,7 @@ COST = {
 NEWER = {
     "other_cores": (_REAL, "cores that other processes used meanwhile, of all arms' steps together; null if not known"),
     "depth": (_REAL, "depth of the deepest draft, mean over the timed steps"),
+    "experts": (_REAL, "different experts that a forward read in a layer, a mean; null where they are not counted"),
 }
 """The optional columns that every run writes; older ones lack them."""
 

@@ -22,6 +22,7 @@ from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, forest
 from spec_lab.decode.arm import Arm, Memory
 from spec_lab.decode.proposer import Proposer
+from spec_lab.decode.recording import Recording
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.decode.step import StepInfo, step
 from spec_lab.models.target import Target
@@ -104,7 +105,11 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
     """
     target, context = next(iter(arms.values())).target, len(requests[0].tokens)
     lm, memory, start = target.lm, Memory(), Usage.now()
-    parts = {name: Arm(target, arm.proposer, arm.verifier, arm.draws, memory=memory) for name, arm in arms.items()}
+    counting = Recording(experts=any(arm.record.experts for arm in arms.values()))
+    parts = {
+        name: Arm(target, arm.proposer, arm.verifier, arm.draws, record=counting, memory=memory)
+        for name, arm in arms.items()
+    }
     reserve = min(context + room(arms, steps), target.context)
     sequences = [SequenceState(request, lm.open(reserve), list(request.tokens)) for request in requests]
     states: dict[str, list] = {name: [arm.proposer.init(request) for request in requests] for name, arm in arms.items()}
@@ -152,8 +157,10 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         lm.capture()
 
 
-def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
-    """Return mean nodes and depth and the median seconds of an arm's timed steps: all but the first and the last."""
+def _seconds(done: Sequence[StepInfo]) -> dict[str, float | None]:
+    """Return mean nodes, depth and experts, and the median seconds, of an arm's timed steps: all but the first and the
+    last.
+    """
     clock, timed = done[0].clock, done[1:-1]
     phases = [info.seconds() for info in timed]
     for seconds, info, after in zip(phases, timed, done[2:], strict=True):
@@ -161,6 +168,8 @@ def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
         seconds["whole"] = clock.seconds(info.began, after.began) - seconds["capture"]
     nodes = [info.draft.shape.nodes / info.draft.shape.roots for info in timed]
     depths = [float(info.draft.shape.depth.max()) for info in timed]
+    read = [float(np.mean(info.experts.read)) for info in timed if info.experts is not None]
     names = (*PARTS, "target_forward", "whole")
-    drafted = {"nodes": sum(nodes) / len(nodes), "depth": sum(depths) / len(depths)}
+    drafted: dict[str, float | None] = {"nodes": sum(nodes) / len(nodes), "depth": sum(depths) / len(depths)}
+    drafted["experts"] = sum(read) / len(read) if read else None
     return drafted | {name: median(seconds[name] for seconds in phases) for name in names}
