@@ -36,7 +36,8 @@ def decoded(target, proposer, monkeypatch=None):
     outputs = []
     if monkeypatch is not None:
         run = target.lm.run
-        monkeypatch.setattr(target.lm, "run", lambda *given, **named: outputs.append(run(*given, **named)) or outputs[-1])
+        kept = lambda prepared: outputs.append(run(prepared)) or outputs[-1]  # noqa: E731
+        monkeypatch.setattr(target.lm, "run", kept)
     arm = Arm(target, proposer, Token(), CounterDraws(0), record=Recording(experts=True))
     return list(fixed_group(arm, requests(new=8))), outputs
 

@@ -55,8 +55,7 @@ def test_rows_of_earlier_forwards_of_a_long_prompt_are_not_counted_as_this_one_s
     assert lm.forward([lm.open()], [TOKENS], empty(1, lm.device)).experts is None
 
 
-def test_a_draft_of_the_target_s_own_layers_leaves_nothing_behind():
-    """Other calls of the same modules are no forwards of this runner."""
+def test_calls_of_the_same_modules_by_another_runner_are_not_counted():
     model = tiny_mixture()
     lm, other = CausalLM(model), CausalLM(model)
     lm.count_experts(True)
