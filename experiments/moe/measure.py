@@ -74,7 +74,7 @@ def build(vocabulary: int, seed: int = 0) -> Any:
     config = Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=2 * INNER, moe_intermediate_size=INNER,
         num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts=EXPERTS,
-        num_experts_per_tok=PER_ROW, norm_topk_prob=True, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        num_experts_per_tok=PER_ROW, norm_topk_prob=True, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
         router_aux_loss_coef=0.01, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()

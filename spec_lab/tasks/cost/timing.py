@@ -42,6 +42,9 @@ def binary_tree(nodes: int) -> Shape:
 class Fixed(Proposer):
     """Proposes the same tree for every sequence, whatever its text, so that drafting costs nothing.
 
+    Its tokens are those of the first texts that it drafts for, each once, then others: a mixture of experts reads for
+    them the experts of tokens that occur in texts.
+
     Args:
         nodes: number of draft nodes of each sequence.
         vocabulary: V of the target; token ids repeat after V nodes.
@@ -62,7 +65,10 @@ class Fixed(Proposer):
         """Return the draft for this number of sequences, built at the first call."""
         count = len(batch.sequences)
         if count not in self._drafts:
-            tokens = torch.arange(count * self.nodes, device=batch.device) % self.vocabulary
+            of_texts = (token for sequence in batch.sequences for token in sequence.tokens)
+            distinct = list(dict.fromkeys([*of_texts, *range(self.vocabulary)]))
+            some = list(islice(cycle(distinct), count * self.nodes))
+            tokens = torch.tensor(some, dtype=torch.long, device=batch.device)
             self._drafts[count] = Draft(forest((binary_tree(self.nodes),) * count), tokens)
         return self._drafts[count]
 
