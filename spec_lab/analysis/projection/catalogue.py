@@ -9,37 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spec_lab.analysis.projection.mixtures import Mixture, check_layers, mixture_of
+from spec_lab.analysis.projection.model_shapes import MAX_SIZE, Mixture, ModelShape, Precision, of_config
 from spec_lab.core.files import read_json, read_text
-from spec_lab.core.options import whole
-from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork
 
 HERE = Path(__file__).parent
-
-MAX_SIZE = 10**7
-"""Maximum of any size of a model."""
 
 MAX_NUMBER = 1e9
 """Maximum number in a table of hardware, in the unit of its column (GB, GB/s, TFLOP/s)."""
 
 Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How the numbers of a model are stored and multiplied.
-
-    Args:
-        name: on the command line.
-        weight_bytes: of a weight. Scales of quantized weights are left out.
-        factors: dtype of the products, whose peak bounds computing.
-        kv_bytes: of a number of the KV cache.
-    """
-
-    name: str
-    weight_bytes: float
-    factors: str
-    kv_bytes: float = 2.0
 
 
 PRECISIONS = (
@@ -85,121 +63,6 @@ class Hardware:
                 "requires; choose another --dtype, or leave the device out"
             )
         return self.peaks[precision.factors]
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A transformer with gated MLPs, as Llama and Qwen are, or with experts; biases and norms are left out.
-
-    Args:
-        name: on the command line.
-        layers: number of layers.
-        hidden, intermediate: sizes of the residual stream and of dense MLPs.
-        heads, kv_heads, head_dim: of attention.
-        vocabulary: V.
-        tied: whether embedding and LM head share their weights.
-        source: of these numbers.
-        mixture: of its experts; None of a dense model.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    source: str = ""
-    mixture: Mixture | None = None
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of one dense layer."""
-        return self._attention_weights + 3 * self.hidden * self.intermediate
-
-    @property
-    def _attention_weights(self) -> int:
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    def layers_weights(self, every: bool = False) -> int:
-        """Return the weights of all layers that a row is multiplied with, or all of them, with a router in each layer
-        that has experts.
-
-        Args:
-            every: all experts, not only those of one row.
-        """
-        mixture = self.mixture
-        if mixture is None:
-            return self.layers * self.layer_weights
-        sparse = self.layers - mixture.dense_layers
-        return mixture.dense_layers * self.layer_weights + sparse * self.expert_layer_weights(every)
-
-    def expert_layer_weights(self, every: bool = False) -> int:
-        """Return the weights of a layer with experts, as ``layers_weights``."""
-        assert self.mixture is not None, "of a mixture of experts"
-        chosen = self.mixture.experts if every else self.mixture.per_row
-        inner = chosen * self.mixture.intermediate + self.mixture.shared
-        return self._attention_weights + self.hidden * (3 * inner + self.mixture.experts)
-
-    def expert_work(self, layers: int, precision: Precision) -> ExpertWork | None:
-        """Return the work of the experts of so many layers; None of a dense model."""
-        if self.mixture is None:
-            return None
-        weights = 3 * self.hidden * self.mixture.intermediate
-        return ExpertWork(layers, self.mixture.experts, self.mixture.per_row, weights * precision.weight_bytes)
-
-    @property
-    def head_weights(self) -> int:
-        """Weights of the LM head."""
-        return self.hidden * self.vocabulary
-
-    @property
-    def weights(self) -> int:
-        """All weights, embeddings included."""
-        return self.layers_weights(every=True) + self.head_weights * (1 if self.tied else 2)
-
-    def work(self, precision: Precision, head_share: float = 1.0) -> ForwardWork:
-        """Return what a forward reads and computes, with this share of the LM head's rows."""
-        head = round(self.head_weights * head_share)
-        sparse = 0 if self.mixture is None else self.layers - self.mixture.dense_layers
-        experts = self.expert_work(sparse, precision)
-        return work(self.layers_weights(), head, self.attention(self.layers), precision, experts)
-
-    def attention(self, layers: int) -> tuple[int, int]:
-        """Return keys and values of one position, and FLOPs of one row over one position, of so many layers."""
-        return 2 * layers * self.kv_heads * self.head_dim, 4 * layers * self.heads * self.head_dim
-
-    def memory(self, precision: Precision) -> float:
-        """Return the bytes of all weights."""
-        return self.weights * precision.weight_bytes
-
-
-def work(
-    matrices: int,
-    head: int,
-    attention: tuple[int, int],
-    precision: Precision,
-    experts: ExpertWork | None = None,
-) -> ForwardWork:
-    """Return the work of a forward.
-
-    Args:
-        matrices: weights that multiply every row, without the LM head's.
-        head: weights of the LM head.
-        attention: of ``ModelShape.attention``.
-        precision: of weights and KV cache.
-        experts: of which ``matrices`` counts those of one row; None for none.
-    """
-    kv, flops = attention
-    return ForwardWork(
-        weight_bytes=round((matrices + head) * precision.weight_bytes),
-        row_flops=2 * matrices,
-        logits_flops=2 * head,
-        attention=(AttentionWork(round(kv * precision.kv_bytes), flops),) if kv else (),
-        experts=experts,
-    )
 
 
 @dataclass(frozen=True)
@@ -269,41 +132,6 @@ def runtime(name: str) -> Runtime:
         ValueError: an unknown name.
     """
     return chosen("--runtime", name, {runtime.name: runtime for runtime in read(HERE / "runtimes.csv", _runtime)})
-
-
-def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a config of transformers describes.
-
-    Raises:
-        ValueError: layers that are not modelled, experts that are described by fields of another meaning, or a config
-            without the sizes of a decoder; names file and field.
-    """
-    file = f"{name}/config.json"
-    check_layers(file, config)
-
-    def size(key: str, otherwise: int | None = None, minimum: int = 1) -> int:
-        if config.get(key) is None:
-            if otherwise is None:
-                raise ValueError(f"{file} has no '{key}': it is not the config of a decoder")
-            return otherwise
-        return whole(f"{file}: {key}", config[key], minimum, maximum=MAX_SIZE)
-
-    heads, hidden = size("num_attention_heads"), size("hidden_size")
-    if hidden < heads and config.get("head_dim") is None:
-        raise ValueError(f"{file}: hidden_size must be at least num_attention_heads, {heads}, not {hidden}")
-    return ModelShape(
-        name=name,
-        layers=size("num_hidden_layers"),
-        hidden=hidden,
-        intermediate=size("intermediate_size"),
-        heads=heads,
-        kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", hidden // heads),
-        vocabulary=size("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        source=file,
-        mixture=mixture_of(file, config, size),
-    )
 
 
 def chosen(option: str, name: str, known: Mapping[str, Row]) -> Row:

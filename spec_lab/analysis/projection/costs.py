@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from spec_lab.analysis.projection.catalogue import Hardware, Precision, Runtime, rows
+from spec_lab.analysis.projection.catalogue import Hardware, Runtime, rows
+from spec_lab.analysis.projection.model_shapes import Precision
 from spec_lab.core.grid import Grid
 from spec_lab.core.roofline import ForwardWork
 

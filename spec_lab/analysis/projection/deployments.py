@@ -8,9 +8,10 @@ from functools import partial
 
 from spec_lab.analysis.projection import catalogue
 from spec_lab.analysis.projection.acceptance import RecordedDesign
-from spec_lab.analysis.projection.catalogue import Hardware, ModelShape, Precision, Runtime
+from spec_lab.analysis.projection.catalogue import Hardware, Runtime
 from spec_lab.analysis.projection.costs import MeasuredForward, RooflineForward
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline, by_table
+from spec_lab.analysis.projection.model_shapes import ModelShape, Precision
 from spec_lab.analysis.projection.project import Deployment
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from spec_lab.analysis.projection.acceptance import Acceptance
-from spec_lab.analysis.projection.catalogue import ModelShape, Precision, work
 from spec_lab.analysis.projection.costs import ConstantForward, ForwardCost, MeasuredForward, mean_seconds
+from spec_lab.analysis.projection.model_shapes import ModelShape, Precision, work
 from spec_lab.core.roofline import ForwardWork
 
 DRAFT_MODELS = ("draft_chain", "draft_tree", "draft_best_first", "draft_reranked")

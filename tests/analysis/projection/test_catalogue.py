@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from spec_lab.analysis.projection import RecordedDesign, catalogue, deployments_of, measured_deployment
-from spec_lab.analysis.projection.catalogue import HERE, models, of_config, precision, read
+from spec_lab.analysis.projection.catalogue import HERE, models, precision, read
 from spec_lab.analysis.projection.costs import measured
+from spec_lab.analysis.projection.model_shapes import of_config
 from tests.analysis.projection.test_project import design
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_lab.analysis.projection import Acceptance, Deployment, Prefill, RecordedDesign, break_even, project, speedup
-from spec_lab.analysis.projection.catalogue import Hardware, Runtime, models, precision, work
+from spec_lab.analysis.projection.catalogue import Hardware, Runtime, models, precision
 from spec_lab.analysis.projection.costs import ConstantForward, RooflineForward, mean_seconds
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline
+from spec_lab.analysis.projection.model_shapes import work
 from spec_lab.analysis.projection.project import crossing
 from spec_lab.core.roofline import MachineLimits, Roofline
 

@@ -3,10 +3,10 @@
 import pytest
 
 from spec_lab.analysis.projection import Deployment, catalogue
-from spec_lab.analysis.projection.catalogue import of_config, precision
+from spec_lab.analysis.projection.catalogue import precision
 from spec_lab.analysis.projection.costs import RooflineForward
 from spec_lab.analysis.projection.drafting import Drafting, by_roofline
-from spec_lab.analysis.projection.mixtures import Mixture
+from spec_lab.analysis.projection.model_shapes import Mixture, of_config
 from spec_lab.analysis.projection.project import speedup
 from spec_lab.core.roofline import ExpertWork
 from tests.analysis.projection.test_project import BF16, PLAIN, device, of_chain
