@@ -157,15 +157,16 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
     if not heads:
         return None
     weights, flops, head = 0.0, 0.0, "token_embd.weight" if file.tied else "output.weight"
-    stacked, blocks, mixture = 0, set[str](), None
+    experts, per_row = fields["expert_count"], fields["expert_used_count"]
+    stacked, blocks = 0, set[str]()
     for name, tensor in file.tensors.items():
         if name == "token_embd.weight" and not file.tied:
             continue
         share = 1.0
         if len(tensor.shape) > 2:
-            if not fields["expert_count"] or not fields["expert_used_count"]:
+            if not experts or not per_row:
                 return None
-            share = fields["expert_used_count"] / fields["expert_count"]
+            share = per_row / experts
             stacked += tensor.nbytes
             blocks.add(name.rpartition(".ffn_")[0])
         weights += share * tensor.nbytes
@@ -176,9 +177,7 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
     kv_heads = fields["attention.head_count_kv"] or heads
     cached = file.num_layers * kv_heads * both * KV_BYTES[kv_dtype]
     attention = AttentionWork(round(cached), file.num_layers * 2 * heads * both)
-    if blocks:
-        experts, per_row = fields["expert_count"], fields["expert_used_count"]
-        mixture = ExpertWork(len(blocks), experts, per_row, stacked / (len(blocks) * experts))
+    mixture = ExpertWork(len(blocks), experts, per_row, stacked / (len(blocks) * experts)) if blocks else None
     return ForwardWork(round(weights), round(flops), 2 * file.vocabulary * file.hidden_size, (attention,), mixture)
 
 

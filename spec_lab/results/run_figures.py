@@ -137,6 +137,8 @@ def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield str({"mean": name, "low": f"{name}_low", "high": f"{name}_high"}.get(end, end)), inner
         elif name == "metrics":
             yield from _flat({f"metrics.{inner}": figure for inner, figure in value.items()})
+        elif name == "experts":
+            yield from ((f"experts_{inner}", figure) for inner, figure in value.items())
         elif name == "phase_seconds":
             yield from ((f"phase_{phase}", seconds) for phase, seconds in value.items())
         elif name in BY_DEPTH:

@@ -31,11 +31,11 @@ class ChosenExperts(NamedTuple):
 
 def expert_modules(model: Any) -> list[nn.Module]:
     """Return the modules that hold a layer's experts, and are told which of them each row chose, in order of layer."""
-    taken: dict[type, bool] = {}
+    taken: dict[type[nn.Module], bool] = {}
 
-    def takes_choice(kind: type) -> bool:
+    def takes_choice(kind: type[nn.Module]) -> bool:
         if kind not in taken:
-            taken[kind] = not CHOICES.isdisjoint(list(signature(kind.forward).parameters)[2:3])  # type: ignore[attr-defined]
+            taken[kind] = not CHOICES.isdisjoint(list(signature(kind.forward).parameters)[2:3])
         return taken[kind]
 
     return [module for module in model.modules() if takes_choice(type(module))]

@@ -187,10 +187,9 @@ def by_roofline(
             extra = hidden * target.head_dim * (target.heads + 2 * target.kv_heads)  # of two inputs
         elif kind == "block drafter":
             extra = TAPS * hidden * hidden
-        layer, experts = target.layer_weights, None
-        if proposer == "mtp" and target.mixture is not None:
-            layer, experts = target.expert_layer_weights(), target.expert_work(count, precision)
-        matrices = count * layer + extra
+        routed = proposer == "mtp" and target.mixture is not None
+        experts = target.expert_work(count, precision) if routed else None
+        matrices = count * (target.expert_layer_weights() if routed else target.layer_weights) + extra
         forward = made(work(matrices, head, target.attention(count), precision, experts), count)
     return Drafting(forward, *PASSES_OF[kind], rows=rows)
 
