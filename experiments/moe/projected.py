@@ -15,8 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from experiments import plots
-from spec_lab.analysis.figures import STYLE
-from spec_lab.analysis.figures.palette import option_colours
+from spec_lab.analysis.figures import STYLE, option_colours
 from spec_lab.analysis.projection import Acceptance, Deployment, speedup
 from spec_lab.analysis.projection.catalogue import hardware, models, precision, runtime
 from spec_lab.analysis.projection.costs import RooflineForward

@@ -7,6 +7,7 @@ from spec_lab.core.draft import Draft, empty
 from spec_lab.core.shape import chain, forest
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.runners.experts import expert_modules, why_not_counted
+from tests.models.families import EVERY, tiny_family
 from tests.tiny import MIXTURES, tiny_mixture, tiny_model
 
 TOKENS = [3, 14, 15, 9, 26, 5, 31]
@@ -78,10 +79,16 @@ def test_what_cannot_be_counted_is_refused(lm, why):
     runner.count_experts(False)
 
 
-def test_experts_that_compute_all_rows_are_told_no_choice():
-    """Llama 4 multiplies every row with every expert; its experts take no choice of rows."""
-    model = tiny_model("llama4_text", torch.float32, num_experts_per_tok=1, moe_layers=[0, 2])
-    assert "has no layers with experts that a router chooses" in why_not_counted(model)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", [name for name, family in EVERY.items() if "experts" in family.remark])
+def test_families_with_experts_are_counted_but_for_llama_4_which_computes_all_experts_of_every_row(name):
+    model = tiny_family(name)
+    assert (name == "llama4_text") == ("has no layers with experts" in why_not_counted(model))
+    if name != "llama4_text":
+        lm = CausalLM(model)
+        lm.count_experts(True)
+        index = lm.forward([lm.open()], [TOKENS], empty(1, lm.device)).experts.index
+        assert index.shape[0] == len(expert_modules(model)) and index.shape[1] == len(TOKENS)
 
 
 def test_layers_without_experts_are_left_out():
