@@ -272,6 +272,7 @@ def _add_project(project: argparse.ArgumentParser) -> None:
     add("--model", help="the target's size: a name, or the folder of a checkpoint; required without --costs")
     add("--draft", help="the draft model's size, likewise; required by proposers that draft with a model")
     add("--dtype", help="of weights: bf16, fp16, fp32, fp8, int8 or int4 (bf16)")
+    add("--experts", type=float, help="experts of a layer among which rows choose, as a run counted them (all)")
     add("--runtime", help="what adds to the roofline: graphs, eager or nominal (graphs)")
     batches = "batch sizes, with commas (1,2,4 ... 128; of --costs, those measured)"
     add("--batch", metavar="SIZES", help=batches)

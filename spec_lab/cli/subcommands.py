@@ -172,7 +172,7 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-ROOFLINE = ("hardware", "model", "draft", "dtype", "runtime")
+ROOFLINE = ("hardware", "model", "draft", "dtype", "experts", "runtime")
 """Options of ``project`` that describe a roofline."""
 
 

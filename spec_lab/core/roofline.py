@@ -9,7 +9,7 @@ bandwidth utilization (MBU), with the bandwidth that was measured in place of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -50,12 +50,15 @@ class ExpertWork:
         experts: E, of each layer.
         per_row: k, that each row chooses.
         expert_bytes: weights of one expert of one layer, a mean.
+        effective: number of experts among which uniform choices would read as many as were counted (``fitted``); None:
+            all.
     """
 
     layers: int
     experts: int
     per_row: int
     expert_bytes: float
+    effective: float | None = None
 
     def expected(self, rows: ArrayLike) -> np.ndarray:
         """Return the expected number of different experts that ``rows`` rows choose in a layer.
@@ -63,7 +66,22 @@ class ExpertWork:
         Each row chooses k of E, uniformly and independently of the others: E (1 - (1 - k / E)^rows) (MoESD,
         2505.19645). Rows that choose alike read fewer.
         """
-        return np.asarray(self.experts * (1.0 - (1.0 - self.per_row / self.experts) ** np.asarray(rows, dtype=float)))
+        among = float(self.experts if self.effective is None else self.effective)
+        return np.asarray(among * (1.0 - (1.0 - self.per_row / among) ** np.asarray(rows, dtype=float)))
+
+    def fitted(self, rows: ArrayLike, read: ArrayLike) -> float:
+        """Return the ``effective`` with which forwards of so many rows would read as many experts, in total.
+
+        Args:
+            rows: of each forward.
+            read: the experts of a layer that each read.
+        """
+        low, high, total = float(self.per_row), float(self.experts), float(np.sum(read))
+        for _ in range(50):
+            middle = (low + high) / 2
+            below = float(replace(self, effective=middle).expected(rows).sum()) < total
+            low, high = (middle, high) if below else (low, middle)
+        return high
 
     def beyond_one_row(self, chosen: ArrayLike) -> np.ndarray:
         """Return the bytes of all layers beyond those of one row, where a layer's rows chose so many experts."""

@@ -54,6 +54,14 @@ def test_the_experts_that_rows_read_are_the_mean_over_all_independent_uniform_ch
     assert ExpertWork(1, experts, per_row, 1.0).expected(rows) == pytest.approx(mean)
 
 
+def test_the_effective_number_of_experts_is_that_with_which_the_formula_reads_as_many():
+    mixture = ExpertWork(1, 16, 2, 1.0)
+    rows = [1, 4, 9]
+    assert mixture.fitted(rows, replace(mixture, effective=7.5).expected(rows)) == pytest.approx(7.5)
+    assert mixture.fitted(rows, mixture.expected(rows)) == pytest.approx(16)
+    assert mixture.fitted(rows, [2, 2, 2]) == pytest.approx(2) and mixture.fitted(rows, [16, 16, 16]) == 16
+
+
 def test_a_step_reads_the_experts_that_were_counted_and_else_as_many_as_uniform_choices():
     """Three layers of 8 experts with 10 bytes each. Step 0 has 6 rows in two sequences, step 1 has one, 2 of 8."""
     mixture = replace(WORK, experts=ExpertWork(3, 8, 2, 10.0))

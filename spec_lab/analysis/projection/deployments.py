@@ -24,6 +24,7 @@ def deployments_of(
     dtype: str = "bf16",
     runtime: str = "graphs",
     lookup: float = 0.0,
+    experts: float | None = None,
 ) -> list[Deployment]:
     """Return the named hardware on which the model fits.
 
@@ -36,6 +37,7 @@ def deployments_of(
         dtype: of all weights.
         runtime: its name.
         lookup: seconds of a lookup in each step.
+        experts: effective number of experts of the target (``ExpertWork``), as a run counted it; None: all.
 
     Raises:
         ValueError: an unknown name, a model that fits nowhere, or no design whose drafting is modelled.
@@ -43,6 +45,7 @@ def deployments_of(
     """
     precision, ran = catalogue.precision(dtype), catalogue.runtime(runtime)
     target = catalogue.model("--model", model)
+    target = target if experts is None else target.choosing(experts)
     small = None if draft is None else catalogue.model("--draft", draft)
     devices = catalogue.hardware(hardware)
     deployments = [_deployment(designs, device, target, small, precision, ran, context, lookup) for device in devices]

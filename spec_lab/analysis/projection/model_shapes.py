@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_lab.core.options import whole
@@ -67,6 +67,7 @@ class Mixture:
         intermediate: size of one expert.
         shared: size of the experts that every row uses, together; 0 for none.
         dense_layers: layers with one MLP of the model's own size in their place.
+        effective: as in ``ExpertWork``.
     """
 
     experts: int
@@ -74,6 +75,7 @@ class Mixture:
     intermediate: int
     shared: int = 0
     dense_layers: int = 0
+    effective: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,24 @@ class ModelShape:
         """Return the work of the experts of so many layers; None of a dense model."""
         if self.mixture is None:
             return None
-        weights = 3 * self.hidden * self.mixture.intermediate
-        return ExpertWork(layers, self.mixture.experts, self.mixture.per_row, weights * precision.weight_bytes)
+        mixture, weights = self.mixture, 3 * self.hidden * self.mixture.intermediate
+        each = weights * precision.weight_bytes
+        return ExpertWork(layers, mixture.experts, mixture.per_row, each, mixture.effective)
+
+    def choosing(self, effective: float) -> ModelShape:
+        """Return the same model with another effective number of experts.
+
+        Raises:
+            ValueError: it has no experts, or not so many; names the option.
+        """
+        if self.mixture is None:
+            raise ValueError(f"--experts {effective:g} is of mixtures of experts, and --model {self.name} is none")
+        if not self.mixture.per_row <= effective <= self.mixture.experts:
+            raise ValueError(
+                f"--experts must be a number from {self.mixture.per_row}, the experts of a row of --model {self.name}, "
+                f"to {self.mixture.experts}, those of a layer (got {effective:g})"
+            )
+        return replace(self, mixture=replace(self.mixture, effective=effective))
 
     @property
     def head_weights(self) -> int:

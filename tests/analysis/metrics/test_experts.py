@@ -26,7 +26,7 @@ def test_means_are_over_the_steps_after_the_prefill_that_were_counted():
     figures = metrics.expert_figures(counted(), "medusa", MIXTURE)
     assert figures == pytest.approx(
         {"read": 4, "accepted": 2.5, "rejected": 3, "rejected_only": 1.5, "rows": 5, "expected": 8 * (1 - 0.75**5)}
-        | {"forwards": 2, "decoded": 4}
+        | {"effective": MIXTURE.work.experts.fitted([5], [4]), "forwards": 2, "decoded": 4}
     )
     assert metrics.expert_figures(tables(), "medusa", MIXTURE) == {}, "an older run, or one without count_experts"
     (line, _) = experts_in_words({"medusa": {"experts": figures}}, MIXTURE)

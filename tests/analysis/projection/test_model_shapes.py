@@ -77,6 +77,19 @@ def test_a_forward_reads_the_experts_of_all_its_rows_and_multiplies_each_row_wit
         assert forward.seconds(rows, batch, 10) == pytest.approx(2 * (weights + cache) / 1e12)
 
 
+def test_a_run_s_effective_number_of_experts_takes_the_place_of_all_in_what_rows_read():
+    shape = of_config("moe", CONFIG | ROUTED)
+    few, every = shape.choosing(4.0).work(BF16), shape.work(BF16)
+    assert few.weight_bytes == every.weight_bytes and shape.choosing(4.0).weights == shape.weights
+    beyond = 4 * 2 * 3 * 32 * 48 * (4 * (1 - 0.5**3) - 2)
+    assert few.read(3) == pytest.approx(every.weight_bytes + beyond)
+    for experts, message in ((1.0, "from 2,.* to 8"), (9.0, "from 2,.* to 8")):
+        with pytest.raises(ValueError, match=f"--experts must be a number {message}"):
+            shape.choosing(experts)
+    with pytest.raises(ValueError, match="--experts 4 is of mixtures of experts"):
+        of_config("dense", CONFIG).choosing(4.0)
+
+
 def test_a_chain_gains_less_where_its_rows_read_more_experts_and_as_much_once_all_are_read():
     """Free drafts of 3 tokens, bound by reading: the gain is tau x read(B) / read(4 B)."""
     mixture, dense = (of_config("moe", CONFIG | fields) for fields in ({"num_experts": 64}, {}))
