@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -160,7 +159,9 @@ def decoded(target: Target, depth: int, prompts: Sequence[Sequence[int]], new: i
     }
 
 
-def gains(target: Target, held_out: Sequence[Sequence[int]], groups: int, new: int, repeats: int) -> list[dict[str, Any]]:
+def gains(
+    target: Target, held_out: Sequence[Sequence[int]], groups: int, new: int, repeats: int
+) -> list[dict[str, Any]]:
     """Return speed-up, tau and utility of n-gram chains by batch size and length, each beside autoregressive decoding.
 
     Utility is Cascade's (2506.20675): tokens gained over cost, tau / (seconds of a step / those of a plain step).
@@ -223,7 +224,8 @@ def table(curve: pd.DataFrame, gain: pd.DataFrame) -> str:
     """Return the tables of the README."""
     head = ["model", "batch", "rows", "uniform", "text rows", "random rows", "seconds / one row"]
     rows = [head]
-    cells = curve.groupby(["model", "batch", "rows", "kind"])[["read", "seconds"]].agg({"read": "mean", "seconds": median})
+    each = curve.groupby(["model", "batch", "rows", "kind"])
+    cells = each.agg({"read": "mean", "seconds": "median"})
     for model, batch, count in product(("random", "trained"), BATCHES, ROWS):
         text, other = (cells.loc[(model, batch, count, kind)] for kind in ("text", "random"))
         one = cells.loc[(model, batch, 1, "text"), "seconds"]

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plots.save(draw(table), folder / "projected.png", CLAIM)
     wide = table.pivot(index="model", columns="batch", values="speedup").loc[list(MODELS)]
     rows = [["model", *(f"batch {batch}" for batch in wide.columns)]]
-    rows += [[name, *(f"{gain:.2f}" for gain in gains)] for name, gains in zip(wide.index, wide.to_numpy(), strict=True)]
+    rows += [[name, *(f"{gain:.2f}" for gain in wide.loc[name])] for name in MODELS]
     plots.fill(folder / "README.md", plots.markdown(rows), "projected")
     print(plots.markdown(rows))
 

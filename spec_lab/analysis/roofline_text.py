@@ -104,7 +104,7 @@ def roofline_notes(arms: Mapping[str, Mapping[str, Any]], facts: Mapping[str, An
 
 
 def experts_in_words(arms: Mapping[str, Mapping[str, Any]], roofline: Roofline) -> list[str]:
-    """Return how many experts the forwards of each arm read, and how the roofline counts them; nothing of a dense model.
+    """Return how many experts the forwards of each arm read, and which the roofline reads; nothing of a dense model.
 
     Args:
         arms: their figures, by name.

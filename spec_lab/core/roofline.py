@@ -217,7 +217,8 @@ class Roofline:
         work, limits = facts["work"], facts["limits"]
         attention = tuple(AttentionWork(**_known(AttentionWork, part)) for part in work["attention"])
         experts = work.get("experts")
-        parts: dict[str, Any] = {"attention": attention, "experts": experts and ExpertWork(**_known(ExpertWork, experts))}
+        mixture = None if experts is None else ExpertWork(**_known(ExpertWork, experts))
+        parts: dict[str, Any] = {"attention": attention, "experts": mixture}
         forward_work = ForwardWork(**_known(ForwardWork, work) | parts)
         return Roofline(forward_work, MachineLimits(**_known(MachineLimits, limits)))
 

@@ -12,7 +12,7 @@ MIXTURE = Roofline(ForwardWork(1000, 10, 5, (), ExpertWork(2, 8, 2, 25.0)), LIMI
 
 
 def counted() -> metrics.Tables:
-    """After each prefill a step of one row that was not counted, and one of five rows: 3 and 5 experts in two layers."""
+    """After each prefill a step that was not counted, and one of five rows: 3 and 5 experts in two layers."""
     both = tables()
     columns = {
         "experts": [[8, 8], None, [3, 5]], "experts_accepted": [[8, 8], None, [2, 3]],
