@@ -147,8 +147,8 @@ def drafter_of(proposer: Proposer) -> dict[str, Any]:
 
 
 def timed_batches(target: Target, most: int) -> list[int]:
-    """Return the numbers of sequences of which steps are timed: one, the most, and of a mixture of experts powers of two
-    between, since the experts that a step reads do not grow linearly with its rows.
+    """Return the numbers of sequences of which steps are timed: one, the most, and of a mixture of experts powers
+    of two between, since the experts that a step reads do not grow linearly with its rows.
     """
     work = target.lm.work
     between = [] if work is None or work.experts is None else [1 << power for power in range(1, most.bit_length())]
