@@ -89,8 +89,7 @@ def tiny_target(
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": COMMON | dict(num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2),
     "gpt_oss": COMMON | dict(num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2),
-    "qwen3_moe": COMMON
-    | dict(num_key_value_heads=2, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": COMMON | dict(num_key_value_heads=2, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
 }
 """Mixtures of 8 experts, of which each row chooses 2, in both layers."""
 

@@ -133,7 +133,7 @@ def rows_read(lm: CausalLM, held_out: Sequence[Sequence[int]], places: int, repe
                 for sequence in sequences:
                     sequence.accept()
                     sequence.truncate(PROMPT)
-            read = np.mean([len(layer.unique()) for layer in output.experts.index])
+            read = np.mean([len(layer.unique()) for layer in output.experts.numbers])
             measured.append({"batch": batch, "rows": rows, "kind": kind, "read": read, "seconds": min(seconds)})
         for sequence in sequences:
             sequence.close()
@@ -230,9 +230,10 @@ def table(curve: pd.DataFrame, gain: pd.DataFrame) -> str:
         text, other = (cells.loc[(model, batch, count, kind)] for kind in ("text", "random"))
         one = cells.loc[(model, batch, 1, "text"), "seconds"]
         rows.append(
-            [model, batch, count, f"{uniform(count * batch):.1f}", f"{text['read']:.1f}", f"{other['read']:.1f}",
-             f"{text['seconds'] / one:.2f}"]
-        )  # fmt: skip
+            [model, str(batch), str(count)]
+            + [f"{read:.1f}" for read in (uniform(count * batch), text["read"], other["read"])]
+            + [f"{text['seconds'] / one:.2f}"]
+        )
     gained = [["model", "batch", "rows", "tau", "cost", "utility", "speed-up", "experts", "for rejected rows alone"]]
     for row in gain.to_dict("records"):
         names = ("tau", "cost", "utility", "speedup", "read", "rejected_only")

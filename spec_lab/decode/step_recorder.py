@@ -53,7 +53,7 @@ class StepRecorder:
             numbers = recorded_numbers(self.rows, self.draft, plain, self.record.top)
             wanted |= {f"recorded_{name}": number for name, number in numbers.items()}
         if self.record.experts and output.experts is not None:
-            wanted["experts"] = output.experts.index
+            wanted["experts"] = output.experts.numbers
         return wanted
 
     def experts(

@@ -157,7 +157,7 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
     if not heads:
         return None
     weights, flops, head = 0.0, 0.0, "token_embd.weight" if file.tied else "output.weight"
-    experts, per_row = fields["expert_count"], fields["expert_used_count"]
+    experts, per_row = (int(fields[name] or 0) for name in ("expert_count", "expert_used_count"))
     stacked, blocks = 0, set[str]()
     for name, tensor in file.tensors.items():
         if name == "token_embd.weight" and not file.tied:

@@ -21,11 +21,11 @@ class ChosenExperts(NamedTuple):
     """The experts that the rows of a forward chose.
 
     Args:
-        index: ``[layers, N, k]``, of the layers with experts; other numbers than 0 to E - 1 read no weights.
+        numbers: ``[layers, N, k]``, of the layers with experts; other numbers than 0 to E - 1 read no weights.
         experts: E.
     """
 
-    index: Tensor
+    numbers: Tensor
     experts: int
 
 

@@ -87,7 +87,7 @@ class ModelCall:
         self.experts, self._chosen = ExpertHooks(self.model) if on else None, None
 
     def take_chosen(self) -> ChosenExperts | None:
-        """What the routers of the last call chose, which is kept no longer; None where it is not known."""
+        """The choices of the routers in the last call, which are kept no longer; None where they are not known."""
         chosen, self._chosen = self._chosen, None
         return chosen
 

@@ -33,8 +33,8 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind], kv_itemsize: int | N
         config does not state the attention heads or the experts of a row.
     """
     config, head, sizes = model.config, model.get_output_embeddings().weight, _sizes(model)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    per_row = getattr(config, "num_experts_per_tok", None)
+    experts: int = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    per_row: int = getattr(config, "num_experts_per_tok", None) or 0
     if sizes is None:
         return None
     weights, flops, stacked, layers = 0.0, 0.0, 0, 0

@@ -44,10 +44,10 @@ def decoded(target, proposer, monkeypatch=None):
 
 @pytest.mark.parametrize("tree", ["1x1x1", "2x1"])
 def test_the_counts_of_steps_are_unions_over_their_rows(target, tree, monkeypatch):
-    steps, outputs = decoded(target, draft_model(tree), monkeypatch)
+    steps, outputs = decoded(target, draft_model(tree, "deterministic"), monkeypatch)
     assert len(steps) == len(outputs) > 3 and any(info.draft.shape.nodes for info in steps)
     for info, output in zip(steps, outputs, strict=True):
-        rows = output.experts.index.tolist()
+        rows = output.experts.numbers.tolist()
         kept, rejected = [], []
         for tree_number, got in enumerate(info.committed):
             pending, nodes = output.pending_rows[tree_number], output.node_rows[tree_number]

@@ -21,7 +21,7 @@ def by_hand(model, tokens):
 
 
 def chosen(output):
-    return [[{*row} for row in layer] for layer in output.experts.index.tolist()]
+    return [[{*row} for row in layer] for layer in output.experts.numbers.tolist()]
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -62,7 +62,7 @@ def test_calls_of_the_same_modules_by_another_runner_are_not_counted():
     lm.count_experts(True)
     other.forward([other.open()], [TOKENS], empty(1, other.device))
     output = lm.forward([lm.open()], [TOKENS[:3]], empty(1, lm.device))
-    assert output.experts.index.shape == (2, 3, 2)
+    assert output.experts.numbers.shape == (2, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_families_with_experts_are_counted_but_for_llama_4_which_computes_all_ex
     if name != "llama4_text":
         lm = CausalLM(model)
         lm.count_experts(True)
-        index = lm.forward([lm.open()], [TOKENS], empty(1, lm.device)).experts.index
+        index = lm.forward([lm.open()], [TOKENS], empty(1, lm.device)).experts.numbers
         assert index.shape[0] == len(expert_modules(model)) and index.shape[1] == len(TOKENS)
 
 
 def test_layers_without_experts_are_left_out():
     lm = CausalLM(tiny_mixture("qwen3_moe", mlp_only_layers=[0], num_hidden_layers=3))
     lm.count_experts(True)
-    assert lm.forward([lm.open()], [TOKENS], empty(1, lm.device)).experts.index.shape == (2, len(TOKENS), 2)
+    assert lm.forward([lm.open()], [TOKENS], empty(1, lm.device)).experts.numbers.shape == (2, len(TOKENS), 2)

@@ -199,11 +199,9 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     mixture = None
     if row["experts"]:
         parts = ("experts", "experts_per_row", "expert_size")
-        shared, dense = (int(row[name] or 0) for name in ("shared_size", "dense_layers"))
-        mixture = Mixture(*(int(_positive(row, part, MAX_SIZE)) for part in parts), shared, dense)
-    return ModelShape(
-        name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"], mixture=mixture
-    )
+        count, per_row, size = (int(_positive(row, part, MAX_SIZE)) for part in parts)
+        mixture = Mixture(count, per_row, size, int(row["shared_size"] or 0), int(row["dense_layers"] or 0))
+    return ModelShape(name=row["name"], **values, tied=row["tied"] == "yes", source=row["source"], mixture=mixture)
 
 
 def _runtime(row: Mapping[str, str]) -> Runtime:

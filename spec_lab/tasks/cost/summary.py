@@ -31,9 +31,9 @@ def _baseline(rows: pd.DataFrame, roofline: Roofline) -> list[dict[str, Any]]:
     """Return the roofline share of a forward that computes one token of each sequence after ``context`` others."""
     shares = []
     for (batch, context), cell in rows.groupby(["batch", "context"]):
-        rows = [0] * batch, [context + 1] * batch, [1] * batch, [0] * batch
+        ones, none = [1] * batch, [0] * batch
         chosen = [cell["experts"].astype(float).mean()] if "experts" in cell else None
-        (read,), (compute,) = roofline.seconds(*rows, chosen)
+        (read,), (compute,) = roofline.seconds(none, [context + 1] * batch, ones, none, chosen)
         share = max(read, compute) / cell["target_forward"].median()
         figures = {"roofline_share": {"mean": float(share)}, "memory_bound_steps": float(read >= compute)}
         shares.append({"batch": int(batch), "context": int(context), **figures})
