@@ -198,7 +198,8 @@ def test_every_setting_composes_and_has_prompts_of_its_own(tmp_path, monkeypatch
             assert config.max_new_tokens == 4 and {"ngram_sure", "ngram_goodput"} <= set(config.arms)
             assert ("medusa" in config.arms) == (config.target.get("engine") == "transformers" and not config.peers)
     assert not any(text.startswith("prompts.limit") for command in commands for text in command)
-    assert all("prompts.every=40" in command for command in commands if "prompts=mt_bench" in command)
+    every = ["prompts.every=40" in command for command in commands if "prompts=mt_bench" in command]
+    assert every == 2 * [True, False], "a part of the conversations with kept prefixes, all of them without"
     for name in ("code", "long", "json"):
         assert len(lines_of(tmp_path / "prompts" / f"{name}.jsonl")) == 2
 

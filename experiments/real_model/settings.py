@@ -99,6 +99,7 @@ def settings(folder: Path, limit: int) -> dict[str, list[str]]:
         "code": code,
         "prompts of 1 to 2 k tokens": long,
         TURNS: ["prompts=mt_bench", f"prompts.every={80 // limit}", "prefix_cache=4096"],
+        "MT-Bench, all 80 questions, two turns": ["prompts=mt_bench"],
         "JSON under a schema": [*asked, "constraint=json_schema", f"constraint.path={folder / 'schema.json'}"],
         "batches of 4": [*spec_bench(4 * limit), "batch_size=4"],
         "batches of 8": [*spec_bench(8 * limit), "batch_size=8"],
@@ -146,7 +147,7 @@ def measure(chosen: argparse.Namespace, heads: Mapping[str, runs.Arm]) -> None:
             if name == MODES:
                 more += [f"+peers.{peer}._target_=spec_lab.tasks.{call}" for peer, call in PEERS[engine].items()]
             usual = ["proposer=ngram", "proposer.depth=3", f"threads={chosen.threads}", f"max_new_tokens={chosen.new}"]
-            folder = out / engine / name.replace(" ", "_").replace("'", "").replace(",", "")
+            folder = out / engine / folder_name(name)
             spec_lab(
                 "--multirun",
                 *options,
@@ -159,10 +160,16 @@ def measure(chosen: argparse.Namespace, heads: Mapping[str, runs.Arm]) -> None:
             )
 
 
+def folder_name(setting: str) -> str:
+    """Return the name of the folder of a setting's runs."""
+    return setting.replace(" ", "_").replace("'", "").replace(",", "")
+
+
 def results(out: Path) -> pd.DataFrame:
     """Return a row for each engine, setting and arm."""
+    named = {folder_name(setting): setting for setting in settings(out, 1)}
     tables = [
-        swept(folder).assign(engine=engine, setting=folder.name.replace("_", " "))
+        swept(folder).assign(engine=engine, setting=named.get(folder.name, folder.name.replace("_", " ")))
         for engine in ENGINES
         for folder in sorted((out / engine).iterdir())
     ]

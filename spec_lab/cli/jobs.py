@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import build
 from spec_lab.cli.redaction import overrides_of, without_values, written
-from spec_lab.cli.refusals import Refused, reason
+from spec_lab.cli.refusals import Refused, reason, refusing
 from spec_lab.cli.start import REUSED, start
 from spec_lab.core.faults import described, location, of_a_part
 from spec_lab.core.files import read_json
@@ -28,14 +27,8 @@ from spec_lab.results import run_figures, run_state, sweep
 def job(config: DictConfig) -> None:
     """Run one composed config: a single run, or one run of a sweep."""
     try:
-        if not OmegaConf.is_missing(HydraConfig.get().job, "num"):
-            return run_of_sweep(config)
-        try:
-            alone(config)
-        except Refused as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            sys.exit(str(error))  # Hydra would print the overrides before an error, and advice after it
+        with refusing():
+            (alone if OmegaConf.is_missing(HydraConfig.get().job, "num") else run_of_sweep)(config)
     except Exception:
         if interrupt.interrupted():  # some libraries turn a KeyboardInterrupt into another error
             raise KeyboardInterrupt from None

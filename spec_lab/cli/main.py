@@ -39,7 +39,7 @@ from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
 from spec_lab.cli.refusals import reason
 from spec_lab.models import ranks
-from spec_lab.results import run_names
+from spec_lab.results import sweep
 
 __all__ = [
     "Preflight", "apply_constraint", "build", "conf", "job", "main", "option_names", "quote_prompt",
@@ -47,7 +47,9 @@ __all__ = [
 ]  # fmt: skip
 
 OmegaConf.register_new_resolver("zoo", zoo, replace=True)
-OmegaConf.register_new_resolver("folder_name", lambda given: run_names.folder_name(as_given(given)), replace=True)
+OmegaConf.register_new_resolver(
+    "folder_name", lambda given, folder: sweep.folders(Path(folder), [as_given(given)])[0].name, replace=True
+)
 
 LONGEST_NAME = 200
 """Maximum number of characters of the name of an option of a config group."""

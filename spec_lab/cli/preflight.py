@@ -36,7 +36,7 @@ MAX_RUNS = 100_000
 MAX_WORKERS = 1024
 """Maximum number of processes of ``hydra/launcher=joblib``."""
 
-SUBDIR = "${folder_name:${hydra:overrides.task}}"
+SUBDIR = "${folder_name:${hydra:overrides.task},${hydra:sweep.dir}}"
 """``hydra.sweep.subdir`` in ``conf/config.yaml``."""
 
 
@@ -110,7 +110,7 @@ class Preflight(Callback):
         atexit.unregister(print_resume_hint)
         out, code = Path(config.hydra.sweep.dir), 1
         try:
-            names = {run_names.folder_name(overrides) for overrides in asked(config)}
+            names = {folder.name for folder in sweep.folders(out, asked(config))}
             mine = [run for run in sweep.runs(out) if run.folder.name in names or not names]
             code = int(len(mine) < len(names) or any(run.state != "done" or run.code for run in mine))
             print_results(out, verbose=bool(config.get("verbose")))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -11,6 +16,21 @@ from spec_lab.core.terminal import visible
 
 class Refused(CompactHydraException):
     """A run that cannot be: one line instead of a traceback (HYDRA_FULL_ERROR=1 shows it)."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End the process with the message of a refusal: Hydra would print the overrides before it, and advice after it.
+
+    Raises:
+        SystemExit: instead of ``Refused``, unless ``HYDRA_FULL_ERROR=1`` asks for the traceback.
+    """
+    try:
+        yield
+    except Refused as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(str(error))
 
 
 def reason(error: BaseException) -> str:

@@ -268,8 +268,8 @@ def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str
     sweep.plan(out, runs)
     returns = dict(zip(runs, launcher.launch(runs, initial_job_idx=number), strict=True))
     values = {
-        run: None if returned.status is JobStatus.FAILED else result(objective, out / run_names.folder_name(run))
-        for run, returned in returns.items()
+        run: None if returned.status is JobStatus.FAILED else result(objective, folder)
+        for (run, returned), folder in zip(returns.items(), sweep.folders(out, runs), strict=True)
     }
     return [values[tuple(trial)] for trial in trials]
 
@@ -311,7 +311,8 @@ def _requeue(study: Any, config: DictConfig, out: Path) -> int:
         if trial.state is TrialState.COMPLETE:
             ended += 1
         elif trial.state is TrialState.FAIL and trial.params and trial.number not in replaced:
-            folder = out / run_names.folder_name(_overrides(trial.params, trial.user_attrs.get(SHARED_OVERRIDES, ())))
+            run = _overrides(trial.params, trial.user_attrs.get(SHARED_OVERRIDES, ()))
+            folder = sweep.folders(out, [run])[0]
             how = run_state.ended(folder)
             failed = how is not None and how["state"] == "failed"
             if (

@@ -74,13 +74,11 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
         console.print(visible(line), highlight=False)
     keys = list(dict.fromkeys(run_names.key(override) for run in runs for override in run.overrides))
     varied = sweeps.varied(table, keys)
-    heads = [*(sweeps.short_names(varied)[key] for key in varied)] or ["run"]
-    heads += ["arm"] * (shown["arm"].nunique() > 1)
+    short, alone = sweeps.short_names(varied), shown["run"].nunique() == 1 < shown["arm"].nunique()
+    told = [*(varied or ["run"] * (not alone)), *["arm"] * (shown["arm"].nunique() > 1)]
+    heads = [short.get(key, key) for key in told]
     rows = shown.head(MAX_ROWS).to_dict("records")
-    names = [
-        [*(sweeps.text(row[key]) for key in varied or ["run"]), *[str(row["arm"])] * (heads[-1] == "arm")]
-        for row in rows
-    ]
+    names = [[sweeps.text(row[key]) for key in told] for row in rows]
     for figures in (
         (_with_further(FIGURES, shown), MORE_FIGURES)
         if verbose or console.width >= WIDE

@@ -31,10 +31,13 @@ def key(override: str) -> str:
     return override.partition("=")[0].lstrip("+")
 
 
-def folder_name(overrides: Iterable[str]) -> str:
-    """Return the folder name of a run: no slashes, bounded length, different for different overrides."""
+def folder_name(overrides: Iterable[str], hashed: bool = False) -> str:
+    """Return the folder name of a run: no slashes, bounded length, different for different overrides.
+
+    It ends with a hash where it must, or if it is to be ``hashed``.
+    """
     text = ",".join(override.lstrip("+") for override in identifying(overrides)) or "default"
     plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
-    if len(plain) <= MAX_NAME and plain == text:
+    if len(plain) <= MAX_NAME and plain == text and not hashed:
         return plain
     return f"{plain[: MAX_NAME - 13]}-{sha256(text.encode()).hexdigest()[:12]}"

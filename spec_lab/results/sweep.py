@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from re import ASCII, fullmatch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # only readers of tables need pandas: composing a run imports
 
 
 def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
-    """Add runs, each given by its overrides, to ``sweep.json``.
+    """Add runs, each given by its overrides, to ``sweep.json``; a new run's folder is named by what varies in the sweep.
 
     Raises:
         ValueError: ``sweep.json`` is not a list of runs.
@@ -27,9 +27,29 @@ def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
     """
     sweep.mkdir(parents=True, exist_ok=True)
     with file_lock(sweep / ".sweep.lock"):
-        asked = _asked(sweep) | {folder_name(job): identifying(job) for job in jobs}
+        asked = _asked(sweep)
+        known, new = {*asked.values()}, dict.fromkeys(map(identifying, jobs))
+        every = [set(overrides) for overrides in (*asked.values(), *new)]
+        shared = set.intersection(*every) if len(every) > 1 else set()
+        for overrides in new:
+            if overrides not in known:
+                varied = [text for text in overrides if text not in shared]
+                asked[_free_name(overrides, asked, folder_name(varied))] = overrides
         listed = [{"folder": name, "overrides": given} for name, given in asked.items()]
         write_json(sweep / "sweep.json", {"runs": listed})
+
+
+def folders(sweep: Path, jobs: Iterable[Sequence[str]]) -> list[Path]:
+    """Return the folder of each run, given by its overrides: the planned one, else one named by all of them."""
+    asked = _asked(sweep)
+    planned = {given: name for name, given in asked.items()}
+    return [sweep / (planned.get(identifying(job)) or _free_name(job, asked)) for job in jobs]
+
+
+def _free_name(overrides: Sequence[str], taken: Collection[str], *wanted: str) -> str:
+    """Return a name for a run that no other run of the sweep has."""
+    names = (*wanted, folder_name(overrides), folder_name(overrides, hashed=True))
+    return next(name for name in names if name not in taken)
 
 
 def _asked(sweep: Path) -> dict[str, tuple[str, ...]]:
@@ -51,8 +71,8 @@ def is_sweep(folder: Path) -> bool:
 
 
 def labels(asked: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the overrides of each run that not all runs share, by folder."""
-    shared = set.intersection(*(set(given) for given in asked.values())) if len(asked) > 1 else set()
+    """Return the overrides of each run that not all runs share, by folder; the folder's name where there are none."""
+    shared = set.intersection(*map(set, asked.values())) if asked else set()
     return {name: " ".join(text for text in given if text not in shared) or name for name, given in asked.items()}
 
 

@@ -264,7 +264,7 @@ def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path)
 def make_sweep(folder: Path, runs: dict[str, float], failed: Sequence[str] = (), **facts) -> Path:
     sweep.plan(folder, [[name] for name in runs])
     for name, gain in runs.items():
-        run_folder = folder / run_names.folder_name([name])
+        run_folder = sweep.folders(folder, [[name]])[0]
         if name in failed:
             run_folder.mkdir()
             run_state.fail(run_folder, [name], ValueError("no"), "no", 0.0)

@@ -63,7 +63,7 @@ def outside(hint):
 
 
 @pytest.mark.parametrize(("group", "target", "name", "hint"), DECLARED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 def test_values_out_of_bounds_are_refused_by_the_name_of_the_option(group, target, name, hint):
     path = f"{group}.{name}" if group else name
     for value in outside(hint):

@@ -118,7 +118,7 @@ GIVEN_BY_USERS = {
 SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "file",
     [
@@ -198,7 +198,7 @@ ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ALONE else []) for name in RUNS]
 )
 @pytest.mark.usefixtures("tiny_zoo")
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
     code, output, errors = cli(f"+experiment={name}", *short)

@@ -18,6 +18,7 @@ def check(arguments):
     check_composition(arguments)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("overrides", "meant"),
     [

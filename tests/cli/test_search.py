@@ -82,9 +82,8 @@ def complete(folder: Path) -> list:
 
 def folder_of(trial, folder: Path) -> Path:
     """The folder of the trial's run."""
-    return folder / run_names.folder_name(
-        [*(f"{name}={value}" for name, value in trial.params.items()), *trial.user_attrs["given"]]
-    )
+    run = [*(f"{name}={value}" for name, value in trial.params.items()), *trial.user_attrs["given"]]
+    return sweep.folders(folder, [run])[0]
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -289,8 +288,10 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     given = [
         option.replace("false", "False") for option in some[1:] if not option.startswith(("proposer.depth", "hydra"))
     ]
-    other = tmp_path / "swept" / run_names.folder_name([*given, "proposer.depth=1"])
-    other.mkdir(parents=True)
+    run = [*given, "proposer.depth=1"]
+    sweep.plan(tmp_path / "swept", [run])
+    other = sweep.folders(tmp_path / "swept", [run])[0]
+    other.mkdir()
     with run_state.holding(other):
         cli(*some)
     assert len(trials(tmp_path / "swept")) == 4

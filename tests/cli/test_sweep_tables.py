@@ -13,8 +13,7 @@ def swept(folder, jobs, monkeypatch, arms=("medusa",), without=(), **more) -> li
     """Return the printed lines of a sweep of these runs, all of them done; without some figures."""
     sweep.plan(folder, jobs)
     rows = []
-    for number, job in enumerate(jobs):
-        run_folder = folder / run_names.folder_name(job)
+    for number, (job, run_folder) in enumerate(zip(jobs, sweep.folders(folder, jobs), strict=True)):
         run_folder.mkdir()
         run_state.end(run_folder, job, "", 0, 1.0)
         options = {run_names.key(each): sweep._value(each.partition("=")[2]) for each in job}

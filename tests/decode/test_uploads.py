@@ -70,7 +70,7 @@ class HostCopies(TorchDispatchMode):
 @pytest.mark.parametrize("name", MOST)
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("samplings", SAMPLED.values(), ids=SAMPLED)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_uploads_of_a_step(monkeypatch, name, size, samplings):
     """Steps after the first of a batch: its sampling parameters and the arrays of its forest stay on the device."""
     monkeypatch.setattr(engine_step, "Readback", MadeUp)

@@ -34,7 +34,7 @@ def worker(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "file"), corpus(), ids=lambda path: path.stem if isinstance(path, Path) else path)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 def test_corpus(worker, name, file):
     how, output = worker(name).try_out(json.loads(file.read_text()))
     assert not how, f"{how}\n{output[-3000:]}"

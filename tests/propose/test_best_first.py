@@ -165,6 +165,7 @@ BUDGETS = [Budget(1, 1, width=1), Budget(6, 1, width=1), Budget(7, 2, width=1), 
 
 
 @EACH_WAY
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_width_of_1_is_strictly_best_first(drawn, budget, seed):
@@ -219,6 +220,7 @@ def test_sampled_nodes_are_never_reranked():
 
 
 @EACH_WAY
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [1, 3, 8, 50])
 @pytest.mark.parametrize("children", [1, 2, 5])
 def test_budget_children_and_depth_are_never_exceeded(drawn, width, children):

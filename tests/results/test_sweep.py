@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spec_lab.cli.commands import command
+from spec_lab.core.files import write_json
 from spec_lab.results import run_names, run_state, sweep, writer
 from spec_lab.results.table_parts import TableParts
 from spec_lab.results.writer import load
@@ -71,7 +72,7 @@ def test_output_dir_does_not_identify_a_run():
 def test_labels_omit_options_that_all_runs_share():
     asked = {"a": ("seed=1", "warmup=0"), "b": ("seed=2", "warmup=0"), "c": ("warmup=0",)}
     assert sweep.labels(asked) == {"a": "seed=1", "b": "seed=2", "c": "c"}
-    assert sweep.labels({"a": ("seed=1",)}) == {"a": "seed=1"}
+    assert sweep.labels({"a": ("seed=1",)}) == {"a": "a"}
 
 
 # Planned runs ------------------------------------------------------------------------------------------------------
@@ -85,6 +86,20 @@ def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
     assert [run.folder for run in swept_runs] == [tmp_path / "new" / f"seed={seed}" for seed in (2, 1, 3)]
     assert {run.state for run in swept_runs} == {"pending"}
     assert sweep.which_run(swept_runs[1].folder) == "2 of 3, seed=1"
+
+
+def test_a_new_run_is_named_by_what_varies_and_keeps_its_name(tmp_path):
+    few = [["proposer=ngram", f"proposer.depth={depth}"] for depth in (2, 4)]
+    sweep.plan(tmp_path, few)
+    assert sweep.folders(tmp_path, few) == [tmp_path / "proposer.depth=2", tmp_path / "proposer.depth=4"]
+    more = [["proposer=sam", "proposer.depth=2"], ["proposer=ngram", "proposer.depth=2"]]
+    sweep.plan(tmp_path, more)
+    assert sweep.folders(tmp_path, more) == [tmp_path / "proposer.depth=2,proposer=sam", tmp_path / "proposer.depth=2"]
+    alike = [["proposer.depth=2"]]  # without a proposer: another run, whose name is taken
+    before = sweep.folders(tmp_path, alike)
+    sweep.plan(tmp_path, alike)
+    assert sweep.folders(tmp_path, alike) == before and before[0].name.startswith("proposer.depth=2-")
+    assert len({*sweep.folders(tmp_path, [*few, *more, *alike])}) == 4
 
 
 def test_concurrent_plans_lose_nothing(tmp_path):
@@ -442,6 +457,20 @@ def test_finished_runs_are_skipped_and_new_ones_are_added(cli, tiny, tmp_path, d
     after = files(tmp_path / "swept")
     assert len(before) >= 2 * 6 and all(after[file] == moment for file, moment in before.items())
     assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 2), "3": ("done", 2)}
+
+
+@pytest.mark.nightly
+def test_a_run_that_was_done_with_another_configuration_is_refused_in_one_line(cli, tiny, tmp_path):
+    some = ["--multirun", *tiny, "prompts.limit=1", "seed=1,2"]
+    assert cli(*some)[0] == 0
+    (first, _) = sweep.folders(tmp_path / "swept", [run.overrides for run in sweep.runs(tmp_path / "swept")])
+    for name, fact in (("ended.json", "config_sha256"), ("manifest.json", "prompts_sha256")):
+        write_json(first / name, json.loads((first / name).read_text()) | {fact: "00"})
+    before = files(first)
+    code, _, errors = cli(*some)
+    assert code == 1 and files(first) == before
+    (refusal,) = errors.splitlines()
+    assert "already holds another run (prompts_sha256: " in refusal
 
 
 @pytest.mark.nightly

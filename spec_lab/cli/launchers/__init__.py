@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spec_lab.cli.jobs import before
 from spec_lab.cli.refusals import Refused, reason
-from spec_lab.results import run_names, run_state, sweep
+from spec_lab.results import run_state, sweep
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,12 @@ class Job:
         Singleton.set_state(self.common.state)
         setup_globals()
         config = self.common.compose(self.overrides, self.number)
-        done = run_job(self.common.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.common.context)
+        try:
+            done = run_job(self.common.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.common.context)
+        except SystemExit as left:
+            if isinstance(left.code, str):  # a refusal: engines pass on errors only
+                raise Refused(left.code) from left
+            raise
         return done.return_value
 
 
@@ -144,7 +149,7 @@ def launch(
     """
     out = Path(common.config.hydra.sweep.dir)
     jobs = [Job(common, tuple(overrides), first + n) for n, overrides in enumerate(job_overrides)]
-    folders = [out / run_names.folder_name(job.overrides) for job in jobs]
+    folders = sweep.folders(out, [job.overrides for job in jobs])
     ended = {n: _ended(job, folder) for n, (job, folder) in enumerate(zip(jobs, folders, strict=True))}
     if left := [n for n, known in ended.items() if known is None]:
         made, names = _engine(engine, out, options), [folders[n].name for n in left]

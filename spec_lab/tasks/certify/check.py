@@ -24,6 +24,7 @@ from spec_lab.tasks.certify.instances import (
     CONSTRAINED,
     PIECES,
     QUICK,
+    TOGETHER,
     TOYS,
     Instance,
     conditioned,
@@ -70,6 +71,10 @@ class Rebuilt(Proposer):
     def toy(self, target: Target, draft: object, tree: tuple[tuple[int, ...], ...]) -> Proposer:
         """Return its toy version, built for the toy target."""
         return self.make(target).toy(target, draft, tree)  # type: ignore[arg-type]
+
+    def toy_of_batch(self, target: Target, draft: object, tree: tuple[tuple[int, ...], ...]) -> Proposer:
+        """Return its toy version for several requests, built for the toy target."""
+        return self.make(target).toy_of_batch(target, draft, tree)  # type: ignore[arg-type]
 
 
 def toy_target(v: int = TOYS[0].v) -> Target:
@@ -186,7 +191,7 @@ def check(
             of another package.
 
     Returns:
-        One result for each way of drawing.
+        One result for each way of drawing. What shares something between requests is enumerated on two of them too.
     """
     toys = (SMALLEST, *sorted(QUICK, key=_size), *constrained_toys(applied))
     if proposer is None:
@@ -195,7 +200,8 @@ def check(
     part = proposer if isinstance(proposer, Proposer) else Rebuilt.of(proposer)
     if why := misfit(part.name, part.draws, verifier, part.branches):
         return [CheckedPair(part.name, part.drawn, verifier, None, why)]
-    return [_checked(part.name, part.drawn, verifier, part, toys)]
+    pairs = TOGETHER[:2] if part.shared_store else ()
+    return [_checked(part.name, part.drawn, verifier, part, (*toys, *pairs))]
 
 
 def constrained_toys(applied: AppliedConstraint | None) -> tuple[Instance, ...]:

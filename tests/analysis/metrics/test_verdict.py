@@ -51,7 +51,7 @@ def verdict(tables, manifest=MANIFEST):
     return metrics.run_verdict(tables, manifest)
 
 
-@pytest.mark.parametrize(("groups", "noise"), [(8, 0.05), (40, 0.02)])
+@pytest.mark.parametrize(("groups", "noise"), [(8, 0.05), pytest.param(40, 0.02, marks=pytest.mark.nightly)])
 def test_a_quiet_run_is_reliable_in_nineteen_of_twenty(groups, noise):
     """Prompts differ in length by a factor of 15, and groups in acceptance."""
     verdicts = [verdict(run(seed, groups, noise)) for seed in range(20)]

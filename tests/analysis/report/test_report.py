@@ -47,16 +47,15 @@ def swept(ran, tmp_path_factory) -> Path:
     jobs = [[f"proposer.depth={depth}", f"proposer={name}"] for name in ("a", "b") for depth in (2, 4, 8)]
     sweep.plan(folder, [*jobs, ["proposer=waits"], ["proposer=fails"]])
     summary, facts = (json.loads((ran / name).read_text()) for name in ("summary.json", "manifest.json"))
-    for index, job in enumerate(jobs):
-        run_folder = folder / run_names.folder_name(job)
+    for index, (job, run_folder) in enumerate(zip(jobs, sweep.folders(folder, jobs), strict=True)):
         run_folder.mkdir()
         speed = 1.0 + index / 10
         summary["arms"]["repeat"]["speedup"] = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
         write_json(run_folder / "summary.json", summary)
         write_json(run_folder / "manifest.json", facts)
         run_state.end(run_folder, job, "", 0, 1.0)
-    (folder / run_names.folder_name(jobs[0]) / "report.html").write_text("its own")
-    failed = folder / run_names.folder_name(["proposer=fails"])
+    (sweep.folders(folder, jobs)[0] / "report.html").write_text("its own")
+    failed = folder / "proposer=fails"
     failed.mkdir()
     run_state.fail(failed, ["proposer=fails"], ValueError(HOSTILE), HOSTILE, 1.0)
     return folder
@@ -269,8 +268,7 @@ def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
     jobs = [[f"constraint={name}", "target=/models/of/one/tiny"] for name in ("first", "second")]
     sweep.plan(tmp_path, jobs)
     summary = json.loads((ran / "summary.json").read_text()) | {"target": "/machine/spec_lab/zoo/target"}
-    for index, job in enumerate(jobs):
-        run_folder = tmp_path / run_names.folder_name(job)
+    for index, (job, run_folder) in enumerate(zip(jobs, sweep.folders(tmp_path, jobs), strict=True)):
         run_folder.mkdir()
         for arm in summary["arms"].values():
             arm["constraint"] = f"named {index}"

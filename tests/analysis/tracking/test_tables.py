@@ -3,22 +3,30 @@
 import json
 
 import pandas as pd
+import pytest
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import tables as shown
+from spec_lab.tasks.benchmark import run
+from tests.labs import lab, settings
 
 
-def test_the_table_of_requests_is_bounded(tracked):
-    tables = metrics.load(tracked)
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> Tables:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert run(lab(), settings(out), {}) == 0
+    return metrics.load(out)
+
+
+def test_the_table_of_requests_is_bounded(tables):
     few = shown.requests(tables, max_rows=5, max_letters=4)
     assert few["request"].tolist() == [0, 0, 1, 1]  # whole prompts
     assert few["prompt"].iloc[0] == "… sat" and len(few["text"].iloc[0]) == 5 and few["text"].iloc[0].endswith("…")
     assert shown.requests(Tables(tables.forwards, tables.steps, tables.requests.iloc[:0])).empty
 
 
-def test_the_table_of_steps_holds_the_text_that_each_step_emitted(tracked):
-    tables = metrics.load(tracked)
+def test_the_table_of_steps_holds_the_text_that_each_step_emitted(tables):
     steps = shown.steps(tables)
     assert len(steps) == sum(len(metrics.decode_steps(tables.steps, arm)) for arm in metrics.arms(tables))
     for row in tables.requests.itertuples():
@@ -29,8 +37,7 @@ def test_the_table_of_steps_holds_the_text_that_each_step_emitted(tracked):
     assert json.loads(steps["path"].iloc[0]) == list(metrics.decode_steps(tables.steps, "repeat")["path"].iloc[0])
 
 
-def test_the_table_of_steps_is_bounded_and_shows_drafted_tokens_where_they_are_recorded(tracked):
-    tables = metrics.load(tracked)
+def test_the_table_of_steps_is_bounded_and_shows_drafted_tokens_where_they_are_recorded(tables):
     drafted = tables.steps.assign(
         draft_tokens=[[1, 2]] * len(tables.steps), draft_q=[[0.123456, float("nan")]] * len(tables.steps)
     )

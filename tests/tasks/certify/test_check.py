@@ -1,5 +1,7 @@
 """``spec-lab check`` and ``spec_lab.testing``: parts on a few toys, and what is said of wrong ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,16 @@ class Bound(Uniform):
     def propose(self, batch):
         assert self.vocabulary == batch.target.vocabulary
         return super().propose(batch)
+
+
+class SameToken(Uniform):
+    """Each request's tokens are uniform; those of a batch are all the same."""
+
+    shared_store = "the token of a step"
+
+    def propose(self, batch):
+        draft = super().propose(batch)
+        return replace(draft, token=draft.token[:1].expand(len(batch.sequences)))
 
 
 class Silent(Uniform):
@@ -105,6 +117,12 @@ def test_a_proposer_that_misstates_its_q_is_refuted():
     )
     with pytest.raises(AssertionError, match="Smallest counter-example"):
         testing.assert_lossless(proposer=Misstates())
+
+
+def test_what_depends_on_another_request_is_refuted():
+    (result,) = testing.check_parts(proposer=SameToken())
+    toy, _ = result.smallest
+    assert result.failed and toy.requests == 2, "one request alone is exact"
 
 
 @pytest.mark.nightly

@@ -201,6 +201,7 @@ def test_the_verdict_is_on_the_best_mode_that_has_an_interval(tmp_path):
 # The task ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_shuffled_drafts_are_not_recommended_and_the_page_says_why(tmp_path):
     summary, shown = run(tmp_path / "run", planted(right=False), minutes=0.3)
     chosen = summary["recommended"]

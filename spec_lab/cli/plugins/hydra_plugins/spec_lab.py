@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from spec_lab.cli.launchers import Common, launch
+from spec_lab.cli.refusals import Refused, refusing
 
 
 class Cluster(Launcher):
@@ -26,4 +27,9 @@ class Cluster(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """See ``Launcher``."""
-        return launch(self.engine, self.options, self.common, job_overrides, initial_job_idx)
+        with refusing():
+            jobs = launch(self.engine, self.options, self.common, job_overrides, initial_job_idx)
+            for done in jobs:
+                if done.status == JobStatus.FAILED and isinstance(done._return_value, Refused):
+                    raise done._return_value
+        return jobs
