@@ -14,7 +14,7 @@ from spec_lab.analysis.compare import compare
 from spec_lab.analysis.console import WIDE, show
 from spec_lab.analysis.results.comparison import result
 from spec_lab.core.request import BROKEN
-from spec_lab.results import run_names, run_state, sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.results.writer import Recorder
 

@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from spec_lab.cli.search import _distribution, figures, launch, result
-from spec_lab.results import run_names, run_state, sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints

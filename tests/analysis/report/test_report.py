@@ -12,7 +12,7 @@ import pytest
 
 from spec_lab.analysis import metrics, report
 from spec_lab.core.terminal import short_path, visible
-from spec_lab.results import run_names, run_state, sweep
+from spec_lab.results import run_state, sweep
 from spec_lab.results.manifest import write_json
 from spec_lab.results.result import number
 from spec_lab.tasks.benchmark import run
