@@ -1,7 +1,7 @@
 """Time linear layers and a whole layer for few rows in other libraries: python -m experiments.engines.linears.
 
-A step of speculative decoding multiplies 1 to 16 rows with every weight. Which library does that fast for one row *and*
 A step of speculative decoding multiplies 1 to 16 rows with every weight. Which library does that fast for one row and
+for eight, with weights that no cache holds? Each call follows one that reads 256 MiB of other memory. Libraries that are
 not installed are left out: pip install openvino nncf onnx onnxruntime onnxscript. Writes ``linears.csv``.
 """
 
@@ -89,8 +89,8 @@ def in_torch_int4(linear: nn.Module, group: int = 32) -> Callable[[int], Call]:
 
 def in_openvino(module: nn.Module, weights: str, threads: int) -> Callable[[int], Call]:
     """Return calls of OpenVINO: weights in bf16, int8 or int4 (groups of 32), products in bfloat16 where it can."""
-    import nncf  # type: ignore[import-not-found]
-    import openvino  # type: ignore[import-not-found]
+    import nncf
+    import openvino
 
     converted = openvino.convert_model(module.eval(), example_input=torch.randn(2, _inputs(module)))
     if weights != "bf16":
@@ -109,9 +109,9 @@ def in_openvino(module: nn.Module, weights: str, threads: int) -> Callable[[int]
 
 def in_onnxruntime(module: nn.Module, bits: int, threads: int) -> Callable[[int], Call]:
     """Return calls of ONNX Runtime: float32, or weights of 4 or 8 bits in groups of 32 with float32 sums."""
-    import onnx  # type: ignore[import-not-found]
-    import onnxruntime  # type: ignore[import-not-found]
-    from onnxruntime.quantization import matmul_nbits_quantizer  # type: ignore[import-not-found]
+    import onnx
+    import onnxruntime
+    from onnxruntime.quantization import matmul_nbits_quantizer
 
     file = io.BytesIO()
     example = (torch.randn(2, _inputs(module)),)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # only readers of tables need pandas: composing a run imports
 def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
     """Add runs, each given by its overrides, to ``sweep.json``; a new run's folder is named by what varies.
 
-
     Raises:
         ValueError: ``sweep.json`` is not a list of runs.
         OSError: it cannot be written.
