@@ -1,8 +1,8 @@
 """Time linear layers and a whole layer for few rows in other libraries: python -m experiments.engines.linears.
 
 A step of speculative decoding multiplies 1 to 16 rows with every weight. Which library does that fast for one row and
-for eight, with weights that no cache holds? Each call follows one that reads 256 MiB of other memory. Libraries that are
-not installed are left out: pip install openvino nncf onnx onnxruntime onnxscript. Writes ``linears.csv``.
+for eight, with weights that no cache holds? Each call follows one that reads 256 MiB of other memory. Libraries
+that are not installed are left out: pip install openvino nncf onnx onnxruntime onnxscript. Writes ``linears.csv``.
 """
 
 from __future__ import annotations
