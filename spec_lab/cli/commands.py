@@ -282,6 +282,8 @@ def _add_project(project: argparse.ArgumentParser) -> None:
     add("--output", type=int, help="tokens of an output; with --prompt")
     lookups = "milliseconds of an n-gram or suffix lookup in each step (0; of --costs, those measured)"
     add("--lookup-ms", type=float, default=0.0, help=lookups)
+    ahead = "drafting while the target verifies: pearl, or ssd:N with N foreseen tokens after each row (none)"
+    add("--overlap", metavar="METHOD", help=ahead)
     costs = "measured forwards in place of the roofline: a CSV file, or the directory of a run or of task=cost"
     add("--costs", type=Path, metavar="PATH", help=costs)
     add("--out", type=Path, metavar="DIR", help="where tables and figures go (the first DIR's folder 'projection')")

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -137,8 +138,9 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     if not 0 <= given.lookup_ms < float("inf"):
         raise ValueError(f"--lookup-ms must be at least 0 (got {given.lookup_ms:g})")
     prefill = None if given.prompt is None else projection.Prefill(given.prompt, given.output)
+    overlap = None if given.overlap is None else projection.Overlap.parse(given.overlap)
     with sweep.reading(*given.folders):
-        designs, idle = projection.recorded(given.folders)
+        designs, idle = projection.recorded(given.folders, overlap)
     lookup = given.lookup_ms / 1e3
     options = {name: value for name, value in vars(given).items() if name in ROOFLINE and value is not None}
     context, used = given.context or 1024, []
@@ -161,6 +163,7 @@ def _project(given: argparse.Namespace, console: Console) -> int:
     else:
         names = [name.strip() for name in options.pop("hardware", "h100-sxm").split(",") if name.strip()]
         deployments = projection.deployments_of(designs, names, context=context, lookup=lookup, **options)
+    deployments = [replace(deployment, overlap=overlap) for deployment in deployments]
     batches = batches or [2**power for power in range(8)]
     cells = projection.project(designs, deployments, batches, context, lengths, prefill)
     even = projection.break_even(designs, deployments, max(batches), context, lengths, prefill)

@@ -14,6 +14,7 @@ from spec_lab.analysis.figures.projection import best_designs, speedups_by_batch
 from spec_lab.analysis.projection.acceptance import Acceptance, RecordedDesign, recorded
 from spec_lab.analysis.projection.console_tables import notes, show
 from spec_lab.analysis.projection.deployments import deployments_of, measured_deployment
+from spec_lab.analysis.projection.overlap import Overlap
 from spec_lab.analysis.projection.project import Deployment, Prefill, break_even, project, speedup
 from spec_lab.analysis.projection.run_costs import measured_forwards, verdict_of_costs
 from spec_lab.core.files import Unreadable, expect, own_folder, read_json, write_json, write_text
@@ -22,6 +23,7 @@ from spec_lab.core.options import brief
 __all__ = [
     "Acceptance",
     "Deployment",
+    "Overlap",
     "Prefill",
     "RecordedDesign",
     "break_even",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,9 @@ from spec_lab.propose import trees
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
 from spec_lab.results.old_names import read_summary
+
+if TYPE_CHECKING:
+    from spec_lab.analysis.projection.overlap import Overlap
 
 TOP_DOWN = ("token", "match", "typical", "relaxed", "lenient", "kseq", "gumbel")
 """Verifiers that accept a token by what stands above and beside it: deeper tokens do not change whether it is accepted,
@@ -41,6 +44,10 @@ class RecordedDesign:
         drafted_share: of the target's tokens, those that a trimmed LM head of the drafter has.
         layers: of P-EAGLE or a block drafter; 0 where they were not recorded.
         block_size: rows of a block; 0 of other proposers.
+        hits: ``[G, K]`` steps whose outcome, of drafts of k levels, was foreseen by drafting that overlaps with
+            verification: all drafted tokens are accepted, unless ``Overlap.of_design`` counts others. None of trees.
+        accepting: ``[G, J]`` steps of each kind that accepted a token; None of trees.
+        left_out: why it is not projected; empty if it is.
     """
 
     name: str
@@ -56,6 +63,9 @@ class RecordedDesign:
     drafted_share: float = 1.0
     layers: int = 0
     block_size: int = 0
+    hits: np.ndarray | None = None
+    accepting: np.ndarray | None = None
+    left_out: str = ""
 
     @property
     def depth(self) -> int:
@@ -74,12 +84,15 @@ class RecordedDesign:
         ``MIN_CLUSTERS`` requests there are no resamples: their spread is not known well enough.
         """
         count = len(self.steps)
-        sums = np.hstack([self.drafted, self.accepted, self.steps[:, None]])
+        parts = [self.drafted, self.accepted]
+        if self.hits is not None and self.accepting is not None:
+            parts += [self.hits, self.accepting]
+        sums = np.hstack([*parts, self.steps[:, None]])
         totals = sums.sum(0, keepdims=True)
         if count >= MIN_CLUSTERS and resamples:
             totals = np.vstack([totals, resampled_sums(sums, resamples)])
-        share, survival = np.split(totals[:, :-1] / totals[:, -1:], [len(self.drafts)], axis=1)
-        return Acceptance(self.drafts, share, survival)
+        ends = np.cumsum([part.shape[1] for part in parts])[:-1]
+        return Acceptance(self.drafts, *np.split(totals[:, :-1] / totals[:, -1:], ends, axis=1))
 
 
 @dataclass(frozen=True)
@@ -90,11 +103,14 @@ class Acceptance:
         drafts: ``[J, K]`` draft nodes in level k of every kind of draft.
         share: ``[R, J]`` share of the steps with such a draft.
         survival: ``[R, K]`` share of the steps that accepted k tokens or more.
+        hits, accepting: ``[R, K]`` and ``[R, J]`` shares of the steps, as in ``RecordedDesign``; None of trees.
     """
 
     drafts: np.ndarray
     share: np.ndarray
     survival: np.ndarray
+    hits: np.ndarray | None = None
+    accepting: np.ndarray | None = None
 
     def nodes(self, length: int) -> np.ndarray:  # [J]
         """Return the nodes of each kind of draft, cut to ``length`` levels."""
@@ -104,12 +120,18 @@ class Acceptance:
         """Return tokens per step of drafts of at most ``length`` levels: 1 + the sum of survival."""
         return 1.0 + self.survival[:, :length].sum(1)
 
+    def hit_rate(self, length: int) -> np.ndarray:  # [R]
+        """Return the share of the steps with drafts of ``length`` tokens whose outcome was foreseen."""
+        assert self.hits is not None
+        return self.hits[:, length - 1]
 
-def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
+
+def recorded(folders: Sequence[Path], overlap: Overlap | None = None) -> tuple[list[RecordedDesign], list[str]]:
     """Return the designs of runs and sweeps, every arm that drafted, and the names of proposers' arms that did not.
 
     Args:
         folders: directories of runs or sweeps; of a sweep the runs that are done are read.
+        overlap: how drafting overlaps with verification; None: it does not.
 
     Raises:
         ValueError: no run, no steps, or no arm that drafted.
@@ -128,7 +150,7 @@ def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
         else:
             each = [(folder, folder.name if several else "")]
         for run, label in each:
-            drafted, without = of_run(run, label)
+            drafted, without = of_run(run, label, overlap)
             designs, idle = designs + drafted, idle + without
     if not designs:
         raise ValueError(f"no arm in {', '.join(map(str, folders))} drafted tokens; projection requires one that did")
@@ -138,7 +160,7 @@ def recorded(folders: Sequence[Path]) -> tuple[list[RecordedDesign], list[str]]:
     return designs, idle
 
 
-def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[str]]:
+def of_run(folder: Path, label: str = "", overlap: Overlap | None = None) -> tuple[list[RecordedDesign], list[str]]:
     """Return as ``recorded`` for one run; designs are named by their arm and ``label``.
 
     Raises:
@@ -158,8 +180,8 @@ def of_run(folder: Path, label: str = "") -> tuple[list[RecordedDesign], list[st
         name = ", ".join(text for text in (label, arm) if text)
         proposer = str(facts.get("name", arm))
         if len(steps) and steps["depth"].max() > 0:
-            design = of_steps(steps, name, proposer, verifiers.get(arm, ""), facts)
-            designs.append(replace(design, arm=arm))
+            design = replace(of_steps(steps, name, proposer, verifiers.get(arm, ""), facts), arm=arm)
+            designs.append(design if overlap is None else overlap.of_design(design, steps, folder))
         elif arm in manifest["proposers"] and proposer != "none":
             idle.append(name)
     return designs, idle
@@ -194,6 +216,13 @@ def of_steps(
     drafted, survived = np.zeros((len(request), len(kinds))), np.zeros((len(request), len(levels)))
     np.add.at(drafted, (number, kind.ravel()), 1.0)
     np.add.at(survived, number, accepted[:, None] >= levels)
+    hits = accepting = None
+    if chains:
+        sampled = (steps["depth"] - steps["forced"]).to_numpy()
+        hits, accepting = np.zeros_like(survived), np.zeros_like(drafted)
+        whole = accepted[:, None] >= np.minimum(sampled[:, None], levels)
+        np.add.at(hits, number, whole & (sampled[:, None] > 0))
+        np.add.at(accepting, (number, kind.ravel()), accepted > 0)
     why = ""
     if verifier not in TOP_DOWN:
         why = f"whether a token is accepted may depend on deeper ones (verifier {verifier or 'not recorded'})"
@@ -212,6 +241,8 @@ def of_steps(
         drafted_share=float(facts.get("drafted_share", 1.0)),
         layers=int(facts.get("layers", 0) or 0),
         block_size=int(facts.get("block_size", 0) or 0),
+        hits=hits,
+        accepting=accepting,
     )
 
 

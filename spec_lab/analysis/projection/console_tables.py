@@ -19,6 +19,11 @@ NOTE = (
     "Fastest in: the share of the resamples in which the design is the fastest."
 )
 
+OVERLAP = (
+    "Overlapped drafting: the devices that draft and verify do not slow each other down, and speed-ups do not count "
+    "the one that drafts. Hit rate: the share of the recorded steps whose outcome was foreseen."
+)
+
 
 def show(
     cells: pd.DataFrame, even: pd.DataFrame, notes: Sequence[str], console: Console, verbose: bool = False
@@ -51,6 +56,7 @@ def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], 
         idle: names of arms that drafted nothing.
     """
     left_out = {name: why for deployment in deployments for name, why in deployment.left_out.items()}
+    overlaps = any(deployment.overlap for deployment in deployments)
     assumed = {
         name: drafting.assumed
         for deployment in deployments
@@ -61,6 +67,7 @@ def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], 
     return [
         *(f"Left out: {', '.join(names)}: {why}." for why, names in _by_value(left_out).items()),
         *(f"{', '.join(names)}: {why}." for why, names in _by_value(assumed).items()),
+        *([OVERLAP] if overlaps else []),
         *(f"{', '.join(names)}: only the recorded length, since {why}." for why, names in _by_value(cut).items()),
         *([f"Left out: {', '.join(idle)}: no token was drafted."] if idle else []),
     ]
@@ -95,15 +102,22 @@ def _numbers(row: pd.Series) -> list[Cell]:
     return [cell(row["length"], ".0f"), cell(row["nodes"], ".1f"), cell(row["tau"]), cell(speedup)]
 
 
+def _hit_rate(cells: pd.DataFrame) -> list[tuple[str, bool]]:
+    """Return the column of hit rates; none without overlap."""
+    return [("hit rate", True)] * ("hit_rate" in cells)
+
+
 def _designs(cells: pd.DataFrame, even: pd.DataFrame) -> DataTable:
     smallest, rows = cells["batch"].min(), []
     for design, of_design in cells[(cells["batch"] == smallest) & cells["fits"]].groupby("design", sort=False):
         row = of_design.loc[of_design["speedup"].idxmax()]
         at = even[(even["design"] == design) & (even["length"] == row["length"])]
         length, _, _, speedup = _numbers(row)
-        rows.append([Cell(str(design)), length, speedup, Cell(_even(at.iloc[0]) if len(at) else "")])
-    names = (f"length at batch {smallest}", "speed-up [95 %]", "break-even batch [95 %]")
-    return DataTable([("design", False), *((name, True) for name in names)], rows)
+        hits = [cell(row["hit_rate"], ".0%") for _ in _hit_rate(cells)]
+        rows.append([Cell(str(design)), length, *hits, speedup, Cell(_even(at.iloc[0]) if len(at) else "")])
+    names = [(f"length at batch {smallest}", True), *_hit_rate(cells)]
+    names += [("speed-up [95 %]", True), ("break-even batch [95 %]", True)]
+    return DataTable([("design", False), *names], rows)
 
 
 def _every(cells: pd.DataFrame) -> DataTable:

@@ -140,6 +140,8 @@ def _each(
     left_out: dict[str, str] = {}
     for design in designs:
         try:
+            if design.left_out:
+                raise ValueError(design.left_out)
             drafting[design.name] = made(design)
         except ValueError as error:
             left_out[design.name] = str(error)

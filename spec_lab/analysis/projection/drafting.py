@@ -109,6 +109,22 @@ class Drafting:
             total = total + any_of_them * mean_seconds(self.forward, rows, share, live, context)
         return total
 
+    def ahead(self, length: int, outcomes: int, batch: np.ndarray, context: float) -> np.ndarray:  # [R]
+        """Return the seconds of drafting ``length`` tokens after each of so many outcomes of a step.
+
+        A pass of one row computes what may follow the last drafted token, further ones the drafts of all outcomes.
+
+        Args:
+            length: tokens of each draft.
+            outcomes: of each sequence.
+            batch: ``[R]`` number of sequences.
+            context: tokens of each.
+        """
+        passes, rows = (length, outcomes) if self.sequential else (1, outcomes * length)
+        first = self.forward.seconds(1.0, batch, context)
+        drafts = passes * self.forward.seconds(float(rows), batch, context)
+        return first + drafts + outcomes * self.step.seconds(1.0 + length, batch, context)
+
     def _first_rows(self, acceptance: Acceptance, length: int) -> tuple[np.ndarray, np.ndarray]:  # [J], [R, J]
         """Return the rows of the first pass after each kind of step, and the share of these steps."""
         survival = acceptance.survival[:, :length]

@@ -14,6 +14,7 @@ from spec_lab.analysis.metrics.intervals import Interval, quantiles
 from spec_lab.analysis.projection.acceptance import Acceptance, RecordedDesign
 from spec_lab.analysis.projection.costs import ForwardCost, mean_seconds
 from spec_lab.analysis.projection.drafting import Drafting
+from spec_lab.analysis.projection.overlap import Overlap
 
 STEPS = 60
 """Halvings of the search for the break-even batch."""
@@ -44,6 +45,7 @@ class Deployment:
             not known.
         smallest_batch: of the measured table.
         left_out: why each of the others is left out.
+        overlap: how drafting overlaps with verification there; None: it does not.
     """
 
     label: str
@@ -52,6 +54,11 @@ class Deployment:
     largest_batch: float = float("inf")
     left_out: Mapping[str, str] = field(default_factory=dict)
     smallest_batch: float = 1.0
+    overlap: Overlap | None = None
+
+    def tokens(self, acceptance: Acceptance, length: int) -> np.ndarray:  # [R]
+        """Return the tokens of a step with drafts of at most ``length`` levels."""
+        return acceptance.tau(length) if self.overlap is None else self.overlap.tokens(acceptance, length)
 
 
 def speedup(
@@ -72,7 +79,8 @@ def speedup(
     with t(rows) the seconds of a forward over so many rows of each sequence. Where all steps draft alike it is
     Sequoia's formula (2402.12374, section 4.3), which for a chain and constant t is theorem 3.8 of Leviathan et al.
     (2211.17192). ``mean_seconds`` says how the steps of a batch are combined. With ``prefill`` both sides add the
-    seconds of computing the prompt, and the first token is the prefill's.
+    seconds of computing the prompt, and the first token is the prefill's. With an overlap tokens and seconds
+    of a step are those of ``Overlap``.
 
     Args:
         acceptance: of R draws.
@@ -85,10 +93,13 @@ def speedup(
     """
     count = np.broadcast_to(np.asarray(batch, dtype=float), (len(acceptance.share),))
     rows = 1.0 + acceptance.nodes(length)
-    tau = acceptance.tau(length)
     plain = deployment.target.seconds(1.0, count, context)
-    step = mean_seconds(deployment.target, rows, acceptance.share, count, context)
-    step = step + drafting.seconds(acceptance, length, count, context)
+    tau, overlap = deployment.tokens(acceptance, length), deployment.overlap
+    if overlap is None:
+        step = mean_seconds(deployment.target, rows, acceptance.share, count, context)
+        step = step + drafting.seconds(acceptance, length, count, context)
+    else:
+        step = overlap.seconds(acceptance, length, deployment.target, drafting, count, context)
     if prefill is None:
         return tau * plain / step
     first = deployment.target.seconds(float(prefill.prompt), count, 0.0)
@@ -118,10 +129,11 @@ def project(
 
     Returns:
         Columns: ``hardware``, ``design``, ``proposer``, ``length``, ``batch``, ``nodes`` (of each sequence, a mean over
-        steps), ``tau``, ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of acceptance alone; NaN bounds with
-        fewer than ``MIN_CLUSTERS`` requests), ``fits`` (whether the batch is at most the deployment's largest; else the
-        speed-up is NaN), ``best`` (whether it is the fastest of its deployment and batch), ``best_share`` (of the
-        resamples, those in which it is; NaN where designs recorded different numbers of requests).
+        steps), ``tau``, ``hit_rate`` (with an overlap only), ``speedup``, ``speedup_low``, ``speedup_high`` (95 %, of
+        acceptance alone; NaN bounds with fewer than ``MIN_CLUSTERS`` requests), ``fits`` (whether the batch is at most
+        the deployment's largest; else the speed-up is NaN), ``best`` (whether it is the fastest of its deployment and
+        batch), ``best_share`` (of the resamples, those in which it is; NaN where designs recorded different numbers of
+        requests).
 
     Raises:
         ValueError: a length that no design has, or batches that are all too large.
@@ -151,8 +163,7 @@ def project(
                     "proposer": curve.design.proposer,
                     "length": curve.length,
                     "batch": batch,
-                    "nodes": float(curve.acceptance.share[0] @ curve.acceptance.nodes(curve.length)),
-                    "tau": float(curve.acceptance.tau(curve.length)[0]),
+                    **curve.figures(),
                     **_named("speedup", bounded(value)),
                     "fits": fits,
                 }
@@ -224,6 +235,17 @@ class _Curve:
     length: int
     deployment: Deployment
     speedup: Callable[[ArrayLike], np.ndarray]
+
+    def figures(self) -> dict[str, float]:
+        """Return the columns of the recorded steps: ``nodes`` and ``tau``; with overlap, ``hit_rate``."""
+        acceptance, length = self.acceptance, self.length
+        figures = {
+            "nodes": float(acceptance.share[0] @ acceptance.nodes(length)),
+            "tau": float(self.deployment.tokens(acceptance, length)[0]),
+        }
+        if self.deployment.overlap is not None:
+            figures["hit_rate"] = float(acceptance.hit_rate(length)[0])
+        return figures
 
 
 def _curves(
