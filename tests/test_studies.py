@@ -9,17 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from scipy.optimize import linprog
 
 from experiments import plots, runs
-from experiments.exactness import rules
 from experiments.exactness.published import on_chains, on_toys
 from experiments.projection import measured, published
 from experiments.training_free import lookup
@@ -291,19 +288,6 @@ def test_what_hsd_accepts_more_than_block_verification_is_bias():
     assert max(block["largest"], capped["largest"]) < 1e-12 < 0.05 < hsd["largest"]
     assert capped["accepted"] == pytest.approx(block["accepted"], abs=1e-12)
     assert hsd["accepted"] > block["accepted"] + 0.01
-
-
-def test_spechub_accepts_what_a_linear_programme_accepts_of_its_pairs():
-    for seed in range(6):
-        p, q = np.random.default_rng(seed).dirichlet(np.ones(5), 2)
-        hub, pairs = int(q.argmax()), {}
-        for token in set(range(5)) - {hub}:
-            pairs[token, hub], pairs[hub, token] = q[token], q[hub] * q[token] / (1 - q[hub])
-        moves = [(pair, token) for pair in pairs for token in set(pair)]
-        limits = [[float(pair == other) for other, _ in moves] for pair in pairs]
-        limits += [[float(token == other) for _, other in moves] for token in range(5)]
-        most = linprog(-np.ones(len(moves)), A_ub=limits, b_ub=[*pairs.values(), *p], method="highs")
-        assert rules.spechub_acceptance(p, q) == pytest.approx(-most.fun, abs=1e-10)
 
 
 # Tables that follow from recorded results, and prompts that follow from scripts

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import spec_lab
 from experiments import plots
-from experiments.exactness.rules import last_tokens, next_tokens, rules, rules_of_sampled_drafts, spechub_acceptance
+from experiments.exactness.rules import last_tokens, next_tokens, rules, rules_of_sampled_drafts
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -34,7 +34,7 @@ from spec_lab.tasks.certify.instances import STEPS, TOYS
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Match, Verdict, Verifier
-from spec_lab.verify.transport import transport_bound
+from spec_lab.verify.transport import spechub_acceptance, transport_bound
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 
@@ -113,7 +113,7 @@ def of_two_siblings() -> pd.DataFrame:
         "one draft, optimal transport (1 - TV)": transport_bound(p, q, 1, "iid"),
         "two drafts, iid, optimal transport": transport_bound(p, q, 2, "iid"),
         "two drafts, without replacement, optimal transport": transport_bound(p, q, 2, "without_replacement"),
-        "SpecHub, two drafts of its own": np.array([spechub_acceptance(*pair) for pair in pairs]),
+        "SpecHub, two drafts of its own": spechub_acceptance(p, q),
     }
     return pd.DataFrame([{"drafts": name, "accepted": float(np.mean(values))} for name, values in every.items()])
 

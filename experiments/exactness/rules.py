@@ -132,24 +132,6 @@ class HSD(Verifier):
         return Verdict(stop, lambda rows: emit[torch.as_tensor(rows)])
 
 
-def spechub_acceptance(p: np.ndarray, q: np.ndarray) -> float:
-    """The probability that SpecHub (2411.05289) accepts one of its two drafted tokens.
-
-    It drafts pairs that contain the hub a, the likeliest token of q: x ~ q, and beside it a, or below x = a a second
-    token from q without a. The target's mass of x != a is taken from the pairs (x, a), then (a, x), and what these
-    pairs have left goes to a: a transport of p, so the output is lossless.
-
-    Args:
-        p, q: ``[V]``.
-    """
-    hub = int(q.argmax())
-    if q[hub] == 1:
-        return float(p[hub])
-    pairs = q / (1.0 - q[hub])  # of x != a: Q(x, a) + Q(a, x), with Q(x, a) = q(x) and Q(a, x) = q(a) q(x) / (1 - q(a))
-    taken = np.delete(np.minimum(p, pairs), hub).sum()
-    return float(taken + min(p[hub], 1.0 - taken))
-
-
 def rules_of_sampled_drafts() -> dict[str, Verifier]:
     """The rules that are compared on sampled chains, by their names in tables."""
     return {

@@ -37,6 +37,7 @@ from spec_lab.replay.pseudo_tokens import PSEUDO, Variant
 from spec_lab.replay.recorded_trees import VERIFIERS, NeedsModel, RecordedTrees, read
 from spec_lab.replay.subtrees import Subtree
 from spec_lab.verify import KSeq, Match, Token, Traversal, Verifier
+from spec_lab.verify.transport import spechub_acceptance
 
 RESAMPLES = 1999
 MAX_ROWS = 20_000
@@ -88,6 +89,8 @@ class ArmBounds:
             depth, whichever draft chose it.
         best: the lossless verifier of this project with the largest tau.
         verifiers: all that fit, most tokens first.
+        spechub: the share of the optimum of the first level, of two children, that SpecHub accepts of two drafts of
+            its own (``verify.transport``); NaN where another number was drawn, or they were not sampled.
         needs: why there are no bounds; empty where there are.
     """
 
@@ -102,6 +105,7 @@ class ArmBounds:
     best: str = ""
     verifiers: tuple[VerifierBounds, ...] = ()
     needs: str = ""
+    spechub: Interval = Interval(*[float("nan")] * 3)
 
     def figures(self) -> dict[str, Any]:
         """The figures of the run's own verifier, by their names in ``summary.json``; empty where it is not known."""
@@ -132,7 +136,7 @@ class ArmBounds:
         return {
             "drawn": self.drawn, "steps": self.steps, "nodes": self.nodes, "depth": self.depth,
             "optimum": self.optimum._asdict(), "kind": self.kind, "best_points": self.deterministic._asdict(),
-            "best": self.best, "verifiers": by_name,
+            "best": self.best, "spechub": self.spechub._asdict(), "verifiers": by_name,
         }  # fmt: skip
 
 
@@ -321,7 +325,8 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         kind = "estimate"
 
     names = list(measured)
-    columns = [count, deep, gain, deterministic, *at_least.T]
+    spechub = _spechub(trees, p, q)
+    columns = [count, deep, gain, deterministic, per_request(0.0 * depth if spechub is None else spechub), *at_least.T]
     columns += [block.max_accepted if chains and block else np.zeros(len(clusters))]
     for result in measured.values():
         columns += [result.accepted, result.first]
@@ -330,14 +335,14 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
 
     def statistics(totals: np.ndarray) -> np.ndarray:  # [n, columns] -> [n, S]
         means = totals[:, 1:] / np.maximum(totals[:, :1], 1e-300)
-        deep, gain, deterministic = means[:, 0], means[:, 1], means[:, 2]
-        rows = means[:, 3 : 3 + levels]
-        rest = means[:, 3 + levels :]
+        deep, gain, deterministic, hub = means[:, :4].T
+        rows = means[:, 4 : 4 + levels]
+        rest = means[:, 4 + levels :]
         attainable = rest[:, 0] if chains else rows.sum(1) if way == "deterministic" else optimum.summed(rows)
         accepted, first = rest[:, 1::2], rest[:, 2::2]
         top = accepted[:, names.index(best)]
         tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(attainable, top), 0.0))
-        figures = [1 + attainable, 1 + deterministic]
+        figures = [1 + attainable, 1 + deterministic, hub / np.maximum(rows[:, 0], 1e-300)]
         for index in range(len(names)):
             its_accepted = accepted[:, index]
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -352,7 +357,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
     intervals = [Interval(*map(float, numbers)) for numbers in zip(values, *ends, strict=True)]
     rows = []
     for index, (name, result) in enumerate(measured.items()):
-        figures = intervals[2 + 7 * index : 9 + 7 * index]
+        figures = intervals[3 + 7 * index : 10 + 7 * index]
         tau, share_first, share, *parts = figures
         unknown, lost = result.unknown / float(count.sum()), dict(zip(PARTS, parts, strict=True))
         keeps = result.verifier.lossless
@@ -362,7 +367,25 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
     return ArmBounds(
         trees.arm, " and ".join(sorted(trees.ways)), int(total), float(per_request(shape.sizes - 1.0).sum() / total),
         float(deep.sum() / total), intervals[0], kind, intervals[1], best, tuple(rows),
+        spechub=Interval(*[float("nan")] * 3) if spechub is None else intervals[2],
     )  # fmt: skip
+
+
+def _spechub(trees: RecordedTrees, p: np.ndarray, q: np.ndarray) -> np.ndarray | None:  # [B]
+    """Return P(SpecHub accepts one of its two drafts) below each root that has two sampled children, else 0.
+
+    None if a root has another number of children, or they are not sampled.
+
+    Args:
+        trees: the recorded trees.
+        p, q: ``[R, W + PSEUDO]``.
+    """
+    roots = slice(trees.shape.roots)
+    count = trees.shape.count[roots]
+    if "deterministic" in trees.ways or not np.isin(count[trees.decode], (0, 2)).all():
+        return None
+    accepted = spechub_acceptance(torch.from_numpy(p[roots]), torch.from_numpy(q[roots]), PSEUDO)
+    return np.where(count == 2, accepted, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -447,6 +470,7 @@ def table(bounds: Mapping[str, ArmBounds]) -> pd.DataFrame:
         shared = {
             "arm": name, "drawn": arm.drawn, "steps": arm.steps, "nodes": arm.nodes, "depth": arm.depth,
             **_columns("optimum", arm.optimum), "optimum_kind": arm.kind, **_columns("best_points", arm.deterministic),
+            **_columns("share_spechub", arm.spechub),
         }  # fmt: skip
         for bound in arm.verifiers:
             columns = {"verifier": bound.name, "lossless": bound.lossless, "used": bound.used}

@@ -164,3 +164,25 @@ def _normalised(x: Tensor) -> np.ndarray:  # [n, V]
         raise ValueError("a distribution has a negative entry or NaN")
     total = mass.sum(-1, keepdims=True)
     return mass / np.where(total > 0, total, 1.0)
+
+
+def spechub_acceptance(p: Tensor, q: Tensor, lumps: int = 0) -> np.ndarray:
+    """The probability ``[n]`` that SpecHub (2411.05289) accepts one of its two drafted tokens, in closed form.
+
+    It drafts pairs that contain the hub a, the likeliest token of q: x ~ q, and beside it a, or below x = a a second
+    token from q without a. The target's mass of x != a is taken from the pairs (x, a), then (a, x), and what these
+    pairs have left goes to a: a transport of p, so the output is lossless, and the best one of these pairs.
+
+    Args:
+        p, q: ``[n, V]``, as in ``transport_bound``.
+        lumps: last columns that stand for several tokens each, of which none is the hub.
+    """
+    target, draft = _normalised(p), _normalised(q)
+    rows, hub = np.arange(len(draft)), draft[:, : draft.shape[1] - lumps].argmax(-1)
+    rest = 1.0 - draft[rows, hub]
+    # of x != a: Q(x, a) + Q(a, x), with Q(x, a) = q(x) and Q(a, x) = q(a) q(x) / (1 - q(a))
+    pairs = np.divide(draft, rest[:, None], out=np.zeros_like(draft), where=rest[:, None] > 0)
+    taken = np.minimum(target, pairs)
+    taken[rows, hub] = 0.0
+    total = taken.sum(-1)
+    return np.where(draft.any(-1), total + np.minimum(target[rows, hub], 1.0 - total), 0.0)

@@ -24,6 +24,7 @@ from spec_lab.replay.recorded_trees import RunVerifier
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
 from spec_lab.verify import KSeq, Match, Token, Traversal
+from spec_lab.verify.transport import spechub_acceptance, transport_bound
 from tests.distributions.tabular import Outputs, World, every_draft
 from tests.labs import Repeat, lab, settings
 from tests.propose.lab import draft_model
@@ -114,6 +115,25 @@ def test_a_draft_equal_to_its_target_loses_nothing():
     assert arm.optimum.mean == pytest.approx(4) and by_name(arm)["token"].tau.mean == pytest.approx(4)
     assert all(abs(value.mean) < 1e-9 for value in by_name(arm)["token"].lost.values())
     assert np.isnan(arm.optimum.low), "one request has no interval"
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
+def test_spechub_s_drafts_are_compared_with_the_optimum_of_two_children(drawn):
+    generator, shape = np.random.default_rng(1), tree(parse("2x1"))
+    p, q = (torch.from_numpy(generator.dirichlet(np.ones(5), shape.rows)) for _ in range(2))
+    rows = np.full(shape.rows, -1)
+    rows[shape.expanded] = np.arange(len(shape.expanded))
+    draft = Draft(shape, torch.tensor([0, 1, 2, 3]), drawn, q[shape.expanded], rows)
+    arm = bounds_of(by_hand(draft, p.numpy()))
+    first = p[:1], q[:1]
+    (share,) = spechub_acceptance(*first) / transport_bound(*first, 2, drawn)
+    assert arm.spechub.mean == pytest.approx(share)
+    assert bounds.table({"a": arm})["share_spechub"].tolist() == pytest.approx([share] * len(arm.verifiers))
+
+
+def test_spechub_has_no_share_of_other_numbers_of_children(target):
+    for drawn, shape in (("iid", "1x1"), ("deterministic", "2x1")):
+        assert np.isnan(bounds_of(used(decoded(target, drawn, shape)[0], "token")).spechub.mean)
 
 
 @pytest.mark.nightly

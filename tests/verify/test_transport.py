@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 
 from spec_lab.core.shape import tree
 from spec_lab.verify import Match, Token, Traversal
-from spec_lab.verify.transport import all_inside, transport_bound
+from spec_lab.verify.transport import all_inside, spechub_acceptance, transport_bound
 from tests.distributions.tabular import Outputs, World
 
 WAYS = ["iid", "without_replacement"]
@@ -58,9 +58,14 @@ def drafts(q: np.ndarray, count: int, drawn: str) -> dict[tuple[int, ...], float
 
 
 def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
+    """Max P(token in draft), as ``of_drafts``."""
+    return of_drafts(p, drafts(q, count, drawn))
+
+
+def of_drafts(p: np.ndarray, drafted: dict[tuple[int, ...], float]) -> float:
     """Max P(token in draft) over joint distributions of the draft (as a set) and the token with the right marginals."""
     sets: dict[frozenset[int], float] = {}
-    for draft, probability in drafts(q, count, drawn).items():
+    for draft, probability in drafted.items():
         sets[frozenset(draft)] = sets.get(frozenset(draft), 0.0) + probability
     v, m = len(p), len(sets)
     gain = -np.array([[float(y in s) for y in range(v)] for s in sets])
@@ -221,3 +226,22 @@ def test_recursive_rejection_is_below_the_optimum(drawn):
     most = sum(bound(toy.p(()), toy.q(()), 2, drawn) for toy in toys)
     accepted = sum(Outputs.of_forest(toy, Token(), tree(((0,), (1,))), drawn).accepted for toy in toys)
     assert 0.9 * most < accepted < 0.999 * most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spechub_accepts_what_the_linear_programme_accepts_of_its_pairs(kind):
+    rng = np.random.default_rng(KINDS.index(kind))
+    for v in (2, 4, 5):
+        p, q = pair(rng, v, kind)
+        hub, pairs = int(q.argmax()), {}
+        for token in set(range(v)) - {hub} if q[hub] < 1 else ():
+            pairs[token, hub], pairs[hub, token] = q[token], q[hub] * q[token] / (1 - q[hub])
+        (accepted,) = spechub_acceptance(torch.from_numpy(p)[None], torch.from_numpy(q)[None])
+        assert accepted == pytest.approx(of_drafts(p, pairs) if pairs else p[hub], abs=1e-8)
+
+
+def test_spechub_of_a_draft_that_is_certain_or_of_lumps():
+    p = torch.tensor([[0.3, 0.5, 0.2], [0.2, 0.3, 0.5], [0.2, 0.3, 0.5]])
+    q = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.3, 0.1, 0.6]])
+    accepted = spechub_acceptance(p, q, lumps=1)
+    assert accepted == pytest.approx([0.5, 0.0, (min(0.3, 1 / 7) + 0.5) + 0.2], abs=1e-6), "the hub is no lump"

@@ -11,7 +11,7 @@ PARTS = ("verifier", "open", "tree", "draft")
 """Parts of the loss."""
 
 BOUNDS = {
-    "?needs": str, "?kind": str, "?depth": REAL, "?optimum": INTERVAL,
+    "?needs": str, "?kind": str, "?depth": REAL, "?optimum": INTERVAL, "?spechub": INTERVAL,
     "?verifiers": {str: {"used": bool, "lossless": bool, "tau": INTERVAL, "share": INTERVAL, "share_first": INTERVAL,
                          "lost": {str: INTERVAL}}},
 }  # fmt: skip
@@ -22,7 +22,8 @@ NOTE = (
     "verifier can accept of the trees (exact, or a bound that no verifier need reach). Lost tokens sum to depth + 1 - "
     "tau. Verifier: the best lossless one here accepts more; open: none here does, but the bound permits it; tree: "
     "another tree of as many nodes, an estimate; draft: the rest. 95 % intervals over requests. Lossy verifiers may "
-    "exceed the optimum. *: the run's verifier. See docs/bounds.md."
+    "exceed the optimum. SpecHub: two drafts of its own, over the optimum of the first "
+    "level. *: the run's verifier. See docs/bounds.md."
 )
 
 
@@ -41,16 +42,20 @@ def bounds_table(
         form: of numbers of tokens.
         label: returns the name of a verifier, from its name and whether it is lossless.
     """
+    hubs = {arm: of_arm.get("spechub") for arm, of_arm in bounds.items()}
+    known = any(share is not None and share["mean"] is not None for share in hubs.values())
     rows = []
     for arm, of_arm in bounds.items():
         for name, bound in of_arm.get("verifiers", {}).items():
             verifier = label(name, bound["lossless"]) + " *" * bound["used"]
             numbers = [cell(bound["tau"], form), cell(of_arm.get("optimum"), form), Cell(of_arm["kind"])]
             shares = [cell(bound[share], ".1%") for share in ("share_first", "share")]
+            shares += [cell(hubs[arm], ".1%")] * known
             lost = [cell(bound["lost"].get(part), form) for part in PARTS]
             rows.append([Cell(arm), Cell(verifier), *numbers, *shares, *lost])
     columns = [("arm", False), ("verifier", False), ("tau", True), ("optimal tau", True), ("which is", False)]
-    columns += [(name, True) for name in ("share, first level", "share, tree", *(f"lost: {part}" for part in PARTS))]
+    names = ["share, first level", "share, tree", *["SpecHub, first level"] * known]
+    columns += [(name, True) for name in (*names, *(f"lost: {part}" for part in PARTS))]
     return DataTable(columns, rows, more=("optimal tau", "which is"))
 
 
