@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Interval, TimingVerdict, cluster_interval, ratio, speedup_of_totals
+from spec_lab.analysis.metrics.ranges import in_ranges
 
 PERCENTILES = (50, 90, 99)
 
@@ -82,6 +84,40 @@ def summarise(
             },
         }
     return figures
+
+
+def drift_figures(frame: pd.DataFrame, arms: Sequence[str], change: int, window: int) -> dict[str, Any]:
+    """Return tau and the acceptance rate of each arm that drafts, in windows of the stream.
+
+    Args:
+        frame: the rows.
+        arms: names of the arms.
+        change: number of the first request of the other workload, with which a window begins.
+        window: requests of a window; the first and the last one may have fewer.
+
+    Returns:
+        ``at``, the change; ``window``; and ``arms``: of each its windows, with the ``first`` and the ``last`` request,
+        the number of ``requests``, and ``tau_pooled`` and ``draft_token_rate`` of their steps after the prefill, with
+        intervals over requests.
+    """
+    last = int(frame["request"].max()) if len(frame) else 0
+    ends = sorted({*range(change, 0, -window), *range(change, last + 1 + window, window)})  # one after the last request
+    by_arm = {}
+    for arm in arms:
+        rows = frame[frame["arm"] == arm]
+        if not rows["drafted"].sum():
+            continue
+        number = rows["request"].to_numpy(dtype=np.int64)
+        columns = {"tau_pooled": ("emitted", "decode_steps"), "draft_token_rate": ("accepted", "drafted")}
+        terms = {
+            name: (rows[top].to_numpy(dtype=float), rows[bottom].to_numpy(dtype=float))
+            for name, (top, bottom) in columns.items()
+        }
+        by_arm[arm] = [
+            {"first": row.pop("first") - 1, "last": row.pop("last") - 1, "requests": row.pop("steps"), **row}
+            for row in in_ranges(number + 1, ends, terms, number)
+        ]
+    return {"at": change, "window": window, "arms": by_arm}
 
 
 def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: str = "baseline") -> TimingVerdict:

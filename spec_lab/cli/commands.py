@@ -70,6 +70,8 @@ def complete(line: str) -> tuple[list[str], bool]:
 
 
 TRAIN, PREFIX, PARTS, CHECK, RECOMMEND = "train", "train_", "check", "check-drafter", "recommend"
+ONLINE = "--online"
+"""The flag of ``train`` that chooses ``task=train_online``."""
 
 OF_TASK = ("minutes", "drafters", "hardware", "model", "batches")
 """Options of ``task=recommend`` that ``recommend`` takes without ``task.``."""
@@ -87,7 +89,9 @@ def experiment(arguments: Sequence[str]) -> list[str]:
         SystemExit: ``--help`` is printed; there is no name.
     """
     given = parser()[1][TRAIN].parse_args(arguments[1:])
-    return [f"+experiment={PREFIX}{given.name}", *given.overrides]
+    overrides = [text for text in given.overrides if text != ONLINE]
+    online = given.online or len(overrides) < len(given.overrides)
+    return [f"+experiment={PREFIX}{given.name}", *["task=train_online"] * online, *overrides]
 
 
 def parts_check(arguments: Sequence[str]) -> list[str]:
@@ -226,9 +230,11 @@ def _add_runs(which: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the commands that are short for a run."""
     train = which.add_parser(
         TRAIN,
-        usage=f"spec-lab {TRAIN} NAME [OVERRIDE ...]",
+        usage=f"spec-lab {TRAIN} NAME [{ONLINE}] [OVERRIDE ...]",
         description=f"Train a drafter for a target: short for python -m spec_lab +experiment={PREFIX}NAME OVERRIDE...",
     )
+    what = "serve the prompts in rounds, and learn from what was served after each (task=train_online)"
+    train.add_argument(ONLINE, action="store_true", help=what)
     names = ", ".join(trainings())
     train.add_argument("name", type=_training, metavar="NAME", help=f"one of {names}; NAME --help prints its options")
     more = "options, such as target.path=DIR output_dir=DIR"

@@ -23,6 +23,7 @@ from spec_lab.results import run_names
 
 STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
 TRAIN, CHECK = "spec_lab.tasks.train.train", "spec_lab.tasks.certify.check.check"
+TRAIN_ONLINE = "spec_lab.tasks.train_online.train_online"
 BENCHMARK = "spec_lab.tasks.benchmark.run"
 DECODING = (BENCHMARK, "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""
@@ -30,6 +31,10 @@ DECODING = (BENCHMARK, "spec_lab.tasks.serve.serve", STREAM)
 UNUSED = {
     RECOMMEND: (("proposer", "policy"), "task=recommend chooses its {} itself, also among task.drafters"),
     TRAIN: (("proposer", "policy", "verifier"), "task=train learns the drafter of task.recipe, and uses no {}"),
+    TRAIN_ONLINE: (
+        ("proposer", "policy", "verifier"),
+        "task=train_online serves with the drafter of task.recipe, and uses no {}",
+    ),
 }
 """Tasks, each with parts that it does not use, and why."""
 
@@ -42,7 +47,7 @@ WITHOUT = {
 
 GGUF, SMOLLM2 = "spec_lab.models.gguf.load", "spec_lab.models.smollm2.load"
 REQUIRE_TRANSFORMERS = {
-    "task": ("spec_lab.tasks.train.",
+    "task": ("spec_lab.tasks.train",
              "drafters learn from the hidden states of a model of transformers"),
     "sampling": ("spec_lab.models.generation.", "a GGUF file holds no generation_config.json: set sampling=greedy, or "
                  "sampling.temperature and others"),

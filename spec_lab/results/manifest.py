@@ -34,7 +34,7 @@ MEDUSA = "spec_lab.drafters.medusa.propose.Medusa.load"
 MEASURING = ("recalibrate", "cache")
 """Options of ``MEDUSA`` that only choose the tree when a run begins. The chosen tree itself is compared."""
 
-FOLDERS = ("parts", "figures", "readings", "training", "texts", "drafter", "experiment")
+FOLDERS = ("parts", "figures", "readings", "training", "texts", "drafter", "experiment", "versions")
 FILES = (
     "*.parquet", "forwards.csv", "learning.jsonl", "summary.json", "certificate.json", "progress.json", "report.html",
     "ended.json", "summary.md",
@@ -329,6 +329,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
         "sampling": facts.get("sampling"),
         "chat": facts.get("chat"),
         "prompt_tokens_sha256": facts.get("prompt_tokens_sha256"),
+        "drift": facts.get("drift"),
         "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
         "proposers": {arm: {name: facts.get(name) for name in ("name", "drawn", "tree")} for arm, facts in proposers},
     }

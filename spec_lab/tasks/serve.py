@@ -23,7 +23,7 @@ from rich.console import Console
 from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.metrics import cached_prompt_shares
 from spec_lab.analysis.results import serving as results
-from spec_lab.analysis.serving import serving_verdict, summarise
+from spec_lab.analysis.serving import drift_figures, serving_verdict, summarise
 from spec_lab.core.device_memory import Peak
 from spec_lab.core.machine import Usage, other_load
 from spec_lab.core.options import Count, Number, Whole, checked
@@ -37,9 +37,11 @@ from spec_lab.results.schema import OPTIONAL, REQUESTS
 from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
+from spec_lab.tasks.drift import COUNTS, RequestStream, add_counts
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.shell import Done, Task
+from spec_lab.text.prompts import Prompt
 
 _TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
 
@@ -73,13 +75,18 @@ ROOFLINE = {
 }
 """Optional columns: not in older runs, and not where the runner does not state its work."""
 
-TIMING = {"other_cores": OPTIONAL["requests"]["other_cores"]}
-"""The optional column that older runs lack."""
+LATER = {
+    "other_cores": OPTIONAL["requests"]["other_cores"],
+    "workload": (_TEXT, "the prompt's workload"),
+    "drifted": (pa.bool_(), "whether the request comes after the change of the workload (the option drift)"),
+    **COUNTS,
+}
+"""Columns that older runs lack."""
 
 CACHED = {"cached_tokens": OPTIONAL["requests"]["cached_tokens"]}
 """The optional column of runs with a prefix cache."""
 
-NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
+NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0} | dict.fromkeys(COUNTS, 0)
 
 MAX_RATE = 1e6
 MAX_REQUESTS = 2**20
@@ -93,6 +100,9 @@ def serve(
     settings: Settings,
     config: Mapping[str, Any],
     console: Console | None = None,
+    drift: Sequence[Prompt] | None = None,
+    drift_at: Count | None = None,
+    drift_window: Count = 8,
     *,
     arrivals: Literal["all", "poisson", "file"] = "all",
     rate: Positive = 4.0,
@@ -115,6 +125,10 @@ def serve(
         rate: requests per second, for poisson.
         trace: text file with one arrival time in seconds per line.
         requests: number of requests, prompts repeated as needed; None: each prompt once.
+        drift: prompts of another workload, to which the stream changes: +prompts@task.drift=NAME; None: no change.
+        drift_at: the request, from 0, with which they begin; None: after each prompt once, or with requests in the
+            middle.
+        drift_window: requests of a window, of which tau and acceptance are computed before and after the change.
         segment: requests of a segment, the unit of pairing.
         max_prefill_tokens: prompt tokens computed in one step; None: no limit.
         max_kv_tokens: tokens in the KV cache, drafts included; None: no limit.
@@ -132,29 +146,28 @@ def serve(
     console = console or standard_output()
     if lab.peers:
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
-    lab.check_one_turn("task=serve_trace")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
-    known = lab.requests(settings)
-    count = len(known) if requests is None else requests
-    stream = [replace(known[n % len(known)], id=n, name=f"request {n}") for n in range(count)]
-    needed = check_memory(lab, settings, [len(request.tokens) for request in stream])
-    times = arrival_times(arrivals, count, rate, trace, settings.seed)
+    stream = RequestStream.of(lab, settings, requests, drift, drift_at)
+    needed = check_memory(lab, settings, [len(request.tokens) for request in stream.requests])
+    times = arrival_times(arrivals, len(stream.requests), rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     for arm in arms.values():
-        check_requests(arm, stream, limits)
-    segments = segments_of(stream, times, segment)
+        check_requests(arm, stream.requests, limits)
+    segments = segments_of(stream.requests, times, segment)
     roofline = lab.roofline()
-    written = [*TIMING, *({} if roofline is None else ROOFLINE), *({} if settings.prefix_cache is None else CACHED)]
-    optional = {"served": TIMING | ROOFLINE | CACHED}
+    written = [*LATER, *({} if roofline is None else ROOFLINE), *({} if settings.prefix_cache is None else CACHED)]
+    optional = {"served": LATER | ROOFLINE | CACHED}
     tables = TableParts(settings.output_dir, {"served": SERVED}, optional=optional, written=written)
-    serving = _Serving(lab, settings, arms, segments, limits, tables, (ttft_bound, tpot_bound))
+    serving = _Serving(lab, settings, arms, stream, segments, limits, tables, (ttft_bound, tpot_bound), drift_window)
     about = {
         "kv_dtype": (config.get("target") or {}).get("kv_dtype"),
         "arrivals": arrivals,
         "rate": rate if arrivals == "poisson" else None,
     }
-    more = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
+    more: dict[str, Any] = {"roofline": None if roofline is None else roofline.facts(), "memory": needed}
+    if stream.change is not None:
+        more["drift"] = {"at": stream.change, "prompts_sha256": stream.prompts_sha256}
     task = Task(lab, settings, config, arms, partial(serving.work, about), serving.left, tables, more)
     return task.run(console)
 
@@ -167,19 +180,23 @@ class _Serving:
         lab: the parts.
         settings: the scalars.
         arms: by the name under which they are shown; "baseline" is the baseline.
+        stream: the requests.
         segments: of the stream.
         limits: of the engine.
         tables: the rows.
         bounds: ``ttft_bound`` and ``tpot_bound`` of ``serve``.
+        window: ``drift_window`` of ``serve``.
     """
 
     lab: Lab
     settings: Settings
     arms: Mapping[str, Loop]
+    stream: RequestStream
     segments: Sequence[StreamSegment]
     limits: Limits
     tables: TableParts
     bounds: tuple[float, float]
+    window: int
 
     def work(self, about: Mapping[str, Any], facts: Mapping[str, Any]) -> Done:
         """Serve the segments that are not on disk, and sum up.
@@ -200,6 +217,7 @@ class _Serving:
         with Progress(total=total, desc=settings.name, unit="request") as bar:
             for segment in todo:
                 rows = serve_with_every_arm(arms, segment, self.limits, bar, measured)
+                rows = [row | self.stream.columns(row["request"]) for row in rows]
                 self.tables.write(f"{segment.number:06d}", {"served": rows})
         used = {**(facts.get("memory") or {}), **peak.facts(bool(todo))}
         frame = self.tables.gather()["served"]
@@ -216,10 +234,16 @@ class _Serving:
             "memory": used,
             **({} if settings.prefix_cache is None else {"cached_prompt_shares": cached_prompt_shares(complete)}),
             "arms": summarise(complete, list(arms), *self.bounds, baseline),
+            **self._drift(complete),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
             **serving_verdict(complete, facts, baseline or "").summary(),
         }
         return Done(summary, results.result)
+
+    def _drift(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """Return the figures before and after the change of the workload; none without one."""
+        change = self.stream.change
+        return {} if change is None else {"drift": drift_figures(frame, list(self.arms), change, self.window)}
 
     def left(self) -> tuple[int, str]:
         """Return the number of segments on disk, and a sentence that states it."""
@@ -346,8 +370,7 @@ def serve_segment(
             end = clock() - start
             if info is None:
                 continue
-            if roofline is not None and not info.chunks and not any(info.prefill):
-                decoded.append(info.slim())
+            decoded.append(info.slim())
             seconds = end - began - info.seconds()["capture"]
             for sequence, share in computed_shares(info).items():
                 row = rows[sequence.request.id]
@@ -364,8 +387,9 @@ def serve_segment(
     sequences: dict[int, list[SequenceState]] = {number: [] for number in rows}
     for sequence in engine.sequences:
         sequences[sequence.request.id].append(sequence)
+    add_counts(rows, decoded)
     if roofline is not None:
-        _add_roofline(rows, decoded, roofline)
+        _add_roofline(rows, [info for info in decoded if not info.chunks and not any(info.prefill)], roofline)
     for number, row in rows.items():
         row |= outcome(sequences[number], engine.errors)
         if arm.prefix_cache is not None:

@@ -115,7 +115,7 @@ def train(
     console = console or standard_output()
     if lab.applied is not None:
         raise ValueError("task=train does not support constraints; set constraint=none")
-    _check_sampling(lab.sampling)
+    check_sampling(lab.sampling)
     if answers > 1 and lab.sampling.temperature == 0:
         raise WrongOption(
             f"answers must be 1 at sampling.temperature=0, not {answers}: all answers to a prompt are the same"
@@ -312,14 +312,22 @@ def _at(bar: Progress, done: int, total: int) -> None:
     bar.tick(done - bar.n, kept=not bar.n)  # the first call counts the steps of earlier runs, too
 
 
-def _check_sampling(sampling: Sampling) -> None:
-    """Refuse sampling for which the acceptance in training is not that of decoding."""
+def check_sampling(sampling: Sampling, task: str = "task=train") -> None:
+    """Refuse sampling for which the acceptance in training is not that of decoding.
+
+    Args:
+        sampling: of the requests.
+        task: what refuses it.
+
+    Raises:
+        ValueError: names the options.
+    """
     allowed = Sampling(temperature=1.0 if sampling.temperature == 1 else 0.0)
     names = [field.name for field in fields(Sampling)]
     if wrong := [name for name in names if getattr(sampling, name) != getattr(allowed, name)]:
         given = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in wrong)
         raise ValueError(
-            f"task=train does not support {given}: losses and estimated_length are those of temperature 1 or of greedy "
+            f"{task} does not support {given}: losses and estimated_length are those of temperature 1 or of greedy "
             "decoding. Set sampling.temperature to 1 or 0, and the other options of sampling to their defaults"
         )
 

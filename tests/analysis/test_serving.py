@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis.metrics import speedup
-from spec_lab.analysis.serving import serving_verdict, summarise
+from spec_lab.analysis.serving import drift_figures, serving_verdict, summarise
 
 MANIFEST = {
     "config": {}, "seed": 0, "weights_sha256": {}, "prompts_sha256": "", "commit": "0", "versions": {},
@@ -125,3 +125,16 @@ def test_the_verdict_is_that_of_a_benchmark_segment_by_segment(slow, load, word)
     assert any("not recorded" in reason for reason in serving_verdict(rows, manifest).reasons)
     few = serving_verdict(rows[rows["segment"] < 3].assign(other_cores=0.0), manifest)
     assert few.word == "doubtful" and "3 segments" in few.reasons[0]
+
+
+def test_windows_of_a_stream_begin_with_the_change_of_its_workload():
+    """Three requests before the change and four after it, in windows of two."""
+    counts = [(3, 2, 1, 4), (2, 2, 0, 4), (6, 3, 3, 6), (1, 1, 0, 2), (2, 1, 1, 2), (3, 1, 2, 2), (4, 4, 0, 8)]
+    rows = pd.DataFrame(counts, columns=["emitted", "decode_steps", "accepted", "drafted"])
+    rows = rows.assign(arm="a", request=range(7))
+    drift = drift_figures(pd.concat([rows, rows.assign(arm="baseline", drafted=0)]), ["a", "baseline"], 3, 2)
+    assert [*drift["arms"]] == ["a"]
+    windows = [(row["first"], row["last"], row["requests"]) for row in drift["arms"]["a"]]
+    assert windows == [(0, 0, 1), (1, 2, 2), (3, 4, 2), (5, 6, 2)]
+    means = [(row["tau_pooled"]["mean"], row["draft_token_rate"]["mean"]) for row in drift["arms"]["a"]]
+    assert means == [(3 / 2, 1 / 4), (8 / 5, 3 / 10), (3 / 2, 1 / 4), (7 / 5, 2 / 10)]

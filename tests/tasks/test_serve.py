@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis.metrics import SCHEMA_VERSION
+from spec_lab.analysis.results import serving as results
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
@@ -20,8 +21,10 @@ from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
+from spec_lab.tasks.drift import COUNTS, RequestStream
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import ROOFLINE, SERVED, TIMING, serve, serve_segment
+from spec_lab.tasks.serve import LATER, ROOFLINE, SERVED, serve, serve_segment
+from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Match, Token, Traversal
 from tests.labs import TEXTS, Repeat, lab, settings
 from tests.propose.lab import COLD, WARM, draft_model
@@ -105,8 +108,9 @@ def test_a_request_alone_needs_one_step_per_token(time, plain):
     assert row == {
         "request": 10, "prompt_tokens": 3, "arrival": 0.0, "steps": 4, "admitted": 0.0, "first_token": 1.0, "end": 4.0,
         "tokens": 4, "finish": "length", "error": "", "prefill_compute_seconds": 1.0,
+        "decode_steps": 3, "drafted": 0, "accepted": 0, "emitted": 3,
     }  # fmt: skip
-    assert set(row) == set(SERVED) - {"id", "segment", "arm", "order"}
+    assert set(row) == {*SERVED, *COUNTS} - {"id", "segment", "arm", "order"}
 
 
 def test_least_seconds_are_of_the_steps_without_a_part_of_a_prompt(time, plain):
@@ -277,7 +281,7 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
     assert run(tmp_path / "out", console, requests=7) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
     assert (
-        list(rows.columns) == [*SERVED, *TIMING, *ROOFLINE]
+        list(rows.columns) == [*SERVED, *LATER, *ROOFLINE]
         and rows["id"].is_unique
         and not (tmp_path / "out" / "parts").exists()
     )
@@ -402,3 +406,72 @@ def test_invalid_options_are_refused_before_anything_is_written(tmp_path, option
     with pytest.raises(ValueError, match=named):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+# A change of the workload ------------------------------------------------------------------------------------------
+
+OTHERS = [Prompt("x", "to be or", "verse"), Prompt("y", "not to be", "verse")]
+
+
+@pytest.mark.parametrize(
+    ("count", "at", "numbers", "change"),
+    [
+        (None, None, [0, 1, 2, 3, 4, 5, 6], 5),
+        (6, None, [0, 1, 2, 5, 6, 5], 3),
+        (9, 7, [0, 1, 2, 3, 4, 0, 1, 5, 6], 7),
+    ],
+)
+def test_the_prompts_of_a_stream_change_with_a_request(tmp_path, count, at, numbers, change):
+    stream = RequestStream.of(lab(), settings(tmp_path), count, OTHERS, at)
+    texts = [*TEXTS, *(prompt.text for prompt in OTHERS)]
+    assert [request.tokens for request in stream.requests] == [
+        tuple(lab().target.tokenizer.encode(texts[number])) for number in numbers
+    ]
+    assert [request.id for request in stream.requests] == [*range(len(numbers))]
+    assert stream.workloads == ["toy"] * change + ["verse"] * (len(numbers) - change)
+    assert stream.change == change
+    assert [stream.columns(number)["drifted"] for number in (change - 1, change)] == [False, True]
+
+
+@pytest.mark.parametrize(("drift", "at"), [(None, 3), (OTHERS, 7), (OTHERS, 9)])
+def test_a_change_that_the_stream_does_not_have_is_refused(tmp_path, drift, at):
+    with pytest.raises(ValueError, match="drift_at"):
+        RequestStream.of(lab(), settings(tmp_path), None, drift, at)
+
+
+class Forgetting(Repeat):
+    """Counts how often it is asked to forget."""
+
+    times = 0
+
+    def forget(self) -> None:
+        self.times += 1
+
+
+def test_a_stream_shows_tau_and_acceptance_before_and_after_its_change(tmp_path):
+    out, console, learns = tmp_path / "out", quiet(), Forgetting()
+    assert run(out, console, lab(proposer=learns), drift=OTHERS, drift_window=2) == 0
+    rows = pd.read_parquet(out / "served.parquet")
+    assert learns.times == 0, "what was learned stays across segments and the change"
+    workloads = dict(zip(rows["request"], rows["workload"], strict=True))
+    assert [workloads[number] for number in range(7)] == ["toy"] * 5 + ["verse"] * 2
+    assert (rows["drifted"] == (rows["request"] >= 5)).all()
+    assert (rows["emitted"] == rows["tokens"] - 1).all() and (rows["decode_steps"] == rows["steps"] - 1).all()
+    drafted = rows[rows["arm"] == "repeat"]
+    assert (drafted["emitted"] <= drafted["accepted"] + drafted["decode_steps"]).all()
+    assert (rows.loc[rows["arm"] == "baseline", "drafted"] == 0).all()
+    drift = json.loads((out / "summary.json").read_text())["drift"]
+    assert (drift["at"], drift["window"], [*drift["arms"]]) == (5, 2, ["repeat"])
+    assert [(row["first"], row["last"]) for row in drift["arms"]["repeat"]] == [(0, 0), (1, 2), (3, 4), (5, 6)]
+    late = drafted[drafted["request"] >= 5]
+    tau = late["emitted"].sum() / late["decode_steps"].sum()
+    assert drift["arms"]["repeat"][-1]["tau_pooled"]["mean"] == pytest.approx(tau)
+    section = results.result(out).sections[-1]
+    assert section.title in console.file.getvalue()
+    assert [axes.get_ylabel() for axes in section.figures["tau_drift"]().axes] == ["tau"]
+
+
+def test_prompts_after_the_change_are_part_of_a_run_s_identity(tmp_path):
+    assert run(tmp_path / "out", drift=OTHERS[:1]) == 0
+    with pytest.raises(ValueError, match="holds another run"):
+        run(tmp_path / "out", drift=OTHERS[1:])

@@ -26,7 +26,7 @@ def ends(value: Mapping[str, float | None]) -> tuple[float, float, float]:
 @rc_context(STYLE)
 def by_range(
     panels: Mapping[str, Mapping[str, Ranges]], figure: str, label: str, names: Mapping[str, str],
-    trained: int | None = None, colours: Mapping[str, str] | None = None,
+    marked: tuple[float, str] | None = None, colours: Mapping[str, str] | None = None,
 ) -> Figure:  # fmt: skip
     """Draw a figure by where in the text steps begin, with 95 % bands; each range at its last position.
 
@@ -35,8 +35,7 @@ def by_range(
         figure: of the ranges.
         label: of the figure.
         names: how curves are shown; others by their key.
-        trained: the drafter's trained context, which is marked on the last panel where the texts reach it; None: not
-            known.
+        marked: a position and what it is, which is shown on the last panel where the texts reach it; None: none.
         colours: of the curves; None: in their order.
     """
     keys = list(dict.fromkeys(key for curves in panels.values() for key in curves))
@@ -52,9 +51,9 @@ def by_range(
         panel.set(xlabel=axis, ylabel=label)
         number_axis(panel, [row["last"] for rows in curves.values() for row in rows])
     longest = max((row["last"] for rows in [*panels.values()][-1].values() for row in rows), default=0)
-    if trained is not None and longest > trained:
-        axes[-1].axvline(trained, color=palette.GREY, linestyle="--", linewidth=1)
-        axes[-1].set_title(f"dashed: the trained context, {trained}")
+    if marked is not None and longest > marked[0]:
+        axes[-1].axvline(marked[0], color=palette.GREY, linestyle="--", linewidth=1)
+        axes[-1].set_title(f"dashed: {marked[1]}")
     lines = {line.get_label(): line for panel in axes for line in panel.lines}
     style.legend_right(axes[-1], [lines[name] for name in shown.values() if name in lines])
     return drawing

@@ -23,6 +23,7 @@ from spec_lab.analysis.results import (
     cost,
     distance,
     drafter_check,
+    online,
     recommendation,
     run,
     serving,
@@ -39,6 +40,7 @@ from spec_lab.results.schema import SCHEMAS
 
 RESULTS: Mapping[str, Callable[[Path], Result]] = {
     "spec_lab.tasks.train.train": training.result,
+    "spec_lab.tasks.train_online.train_online": online.result,
     "spec_lab.tasks.certify.task.certify": certificate.result,
     "spec_lab.tasks.cost.measure": cost.result,
     "spec_lab.tasks.verifier_study.study_verifiers": verifiers.result,

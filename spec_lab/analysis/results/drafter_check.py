@@ -73,7 +73,7 @@ def result(folder: Path) -> Result:
                     {"depths": partial(figures.by_depth, shown)}),
             Section("By position in the output", RANGES, _ranges(summary["by_position"]),
                     {"positions": partial(figures.by_range, _panels(summary), "tokens", "expected tokens per step",
-                                          NAMES, summary["trained_context"])}),
+                                          NAMES, _trained(summary["trained_context"]))}),
             Section("By context length", RANGES, _ranges(summary["by_context"]), notes=_context_notes(summary)),
             Section("Calibration of the confidence", CONFIDENCE,
                     calibrations(stated, "reading", "agreed", "agreement or alpha") if stated else None,
@@ -82,6 +82,11 @@ def result(folder: Path) -> Result:
         ],
         verdict(summary),
     )  # fmt: skip
+
+
+def _trained(context: int | None) -> tuple[int, str] | None:
+    """Return what the figure along the texts marks: the trained context, if it is known."""
+    return None if context is None else (context, f"the trained context, {context}")
 
 
 def _panels(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ ARM = {
     "speedup": INTERVAL, "?memory_bound_share": REAL,
     "?roofline_share": INTERVAL, "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES,
 }  # fmt: skip
+RANGE = {"first": int, "last": int, "requests": int, "tau_pooled": INTERVAL, "draft_token_rate": INTERVAL}
 SUMMARY = {
     "?verdict": str, "?verdict_reasons": [str],
     "arrivals": str, "temperature": float, "segments": int, "broken_segments": int, "arms": {str: ARM},
     "max_batch_size": int, "?errors": [str], "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL},
+    "?drift": {"at": int, "window": int, "arms": {str: [RANGE]}},
 }  # fmt: skip
 """Fields that are read of ``summary.json``."""
 
@@ -44,6 +47,11 @@ ARMS = (
     "Continuous batching of the same requests by every arm. Speed-up: total tokens/s over the baseline's on the same "
     "segments, with its 95 % interval over segments. Goodput: requests per second within the bounds of both "
     "latencies. TTFT: time to the first token. TPOT: time per further token, of requests with more than one."
+)
+
+DRIFT = (
+    "Before: the last window before the change; after: the first one after it; at the end: the last one of the stream. "
+    "The figures show all of them. 95 % intervals over requests."
 )
 
 
@@ -76,10 +84,38 @@ def result(folder: Path) -> Result:
             Section("Arms", ARMS, _arms(arms), notes=notes),
             Section("Latencies", "Cumulative distributions over requests.", None, drawn,
                     missing="No segment was served without a broken request."),
+            *([_drift(drift)] if (drift := summary.get("drift")) else []),
         ],
         [verdict_line(judged)],
         [*warnings, *summary.get("errors", [])[:5]],
     )  # fmt: skip
+
+
+def _drift(drift: Mapping[str, Any]) -> Section:
+    """Return the section of a stream whose workload changes."""
+    change, arms, rows = drift["at"], drift["arms"], []
+    for arm, windows in arms.items():
+        before, after = ([row for row in windows if (row["first"] < change) == early] for early in (True, False))
+        chosen = [before[-1] if before else None, after[0] if after else None, after[-1] if after else None]
+        taus = [cell(row and row["tau_pooled"]) for row in chosen]
+        rates = [cell(row and row["draft_token_rate"], ".1f", 100) for row in chosen]
+        rows.append([Cell(arm, colour=figures.colour(arm)), *taus, *rates])
+    names = [f"{name}{place}" for name in ("tau ", "acceptance rate % ") for place in ("before", "after", "at the end")]
+    panels = {"request of the stream": arms}
+    drawn = {
+        name: partial(figures.by_range, panels, figure, label, {}, marked_change(change), figures.colours(arms))
+        for name, figure, label in (
+            ("tau_drift", "tau_pooled", "tau"), ("acceptance_drift", "draft_token_rate", "acceptance rate"),
+        )
+    }  # fmt: skip
+    table = DataTable([("arm", False), *((name, True) for name in names)], rows)
+    how = f"Windows of {drift['window']} requests; the workload changes with request {change}. {DRIFT}"
+    return Section("Change of the workload", how, table, drawn if arms else {})
+
+
+def marked_change(change: int) -> tuple[float, str]:
+    """Return what a figure along the stream marks: where the workload changes, between two requests."""
+    return change - 0.5, f"the workload changes, request {change}"
 
 
 def _rows(folder: Path) -> pd.DataFrame:

@@ -21,10 +21,11 @@ from tests.analysis.test_compare import write as write_run
 TEST = {"name": "joint distribution of four tokens", "samples": 500, "p_value": 0.5, "detectable": 0.1}
 VALUE = {"mean": 1.25, "low": 1.0, "high": 1.5}
 TIMES = {"mean": 0.1, "p50": 0.08, "p90": 0.2, "p99": 0.3}
-TRAIN, CERTIFY, COST, VERIFIERS, DISTANCE, SERVE, CHECK = (
+WINDOWS = [{"first": n, "last": n, "tau_pooled": VALUE, "draft_token_rate": VALUE} for n in (1, 2)]
+TRAIN, CERTIFY, COST, VERIFIERS, DISTANCE, SERVE, CHECK, ONLINE = (
     "spec_lab.tasks.train.train", "spec_lab.tasks.certify.task.certify", "spec_lab.tasks.cost.measure",
     "spec_lab.tasks.verifier_study.study_verifiers", "spec_lab.tasks.constraint_distance.task.measure",
-    "spec_lab.tasks.serve.serve", "spec_lab.tasks.check_drafter.check",
+    "spec_lab.tasks.serve.serve", "spec_lab.tasks.check_drafter.check", "spec_lab.tasks.train_online.train_online",
 )  # fmt: skip
 PAIR = {
     "proposer": HOSTILE, "drawn": "iid", "verifier": "token", "declared_lossless": True, "certified": None,
@@ -64,7 +65,8 @@ SUMMARIES = {
     SERVE: {"arrivals": "all", "temperature": 0.0, "segments": 2, "broken_segments": 1, "max_batch_size": 4,
             "errors": [HOSTILE], "arms": {name: {
                 "requests": 4, "tokens": 40, "tokens_per_second": 123.4, "goodput": 1.5, "speedup": VALUE,
-                "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES} for name in (HOSTILE, "baseline")}},
+                "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES} for name in (HOSTILE, "baseline")},
+            "drift": {"at": 2, "window": 1, "arms": {HOSTILE: [row | {"requests": 1} for row in WINDOWS]}}},
     CHECK: {"proposer": HOSTILE, "temperature": 0.0, "depth": 2, "tree": True, "texts": 8, "tokens": 99,
             "trained_context": 32, "gain": 1.0, "best": 1, "alike": [],
             "readings": [
@@ -78,6 +80,9 @@ SUMMARIES = {
             "calibration": {"used": {"ece": 0.0625, "confidence": 0.5, "agreed": 0.5, "bins": [
                 {"confidence": 0.5, "agreed": 0.5, "tokens": 9}]}, "best": None},
             "expected": {"value": 2.4, "by": "reading", "changed": {"taps": [1, 3]}, "whole": True}},
+    ONLINE: {"drafter": HOSTILE, "temperature": 1.0, "requests": 4, "round": 2, "change": 2,
+             "versions": [{"version": 0, "sha256": "ab12", "texts": 16, "steps": 4, "seconds": 1.5}],
+             "arms": {arm: [row | {"steps": 9} for row in WINDOWS] for arm in ("frozen", "online")}},
 }  # fmt: skip
 """Files that each task leaves."""
 
@@ -86,13 +91,14 @@ SHOWN = {
     COST: ["5.00", "10.00 [9.00, 20.00]", "2.00 [1.00, 3.00]", "64"],
     VERIFIERS: ["1.25 [1.00, 1.50]", "30 [20, 40]", "1.0%", "lossy", "tree (drawn iid) with match"],
     DISTANCE: ["0.125", "20 of 40", "0.2 [0.1, 0.3]", "10.0%", "exact: all."],
-    SERVE: ["123.4", "1.25 [1.00, 1.50]", "300.0", "In 1 of 2 segments"],
+    SERVE: ["123.4", "1.25 [1.00, 1.50]", "300.0", "In 1 of 2 segments", "the workload changes with request 2"],
     CHECK: ["proposer.taps=[1,3]", "2.25 [2.00, 2.50]", "+1.00 [+0.50, +1.50]", "0.875", "beyond the trained context",
             "0.062", "explained by the reading"],
+    ONLINE: ["1.25 [1.00, 1.50]", "ab12", "The workload changes with request 2, in round 2"],
 }  # fmt: skip
 """Numbers that the page of each task shows."""
 
-FIGURES = {TRAIN: 2, CERTIFY: 2, COST: 1, VERIFIERS: 2, DISTANCE: 1, SERVE: 1, CHECK: 4}
+FIGURES = {TRAIN: 2, CERTIFY: 2, COST: 1, VERIFIERS: 2, DISTANCE: 1, SERVE: 3, CHECK: 4, ONLINE: 2}
 
 
 def folder_of(folder: Path, task: str, summary: dict | None = None) -> Path:
