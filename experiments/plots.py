@@ -311,6 +311,20 @@ def speedups_by_place(table: pd.DataFrame, arms: Mapping[str, str]) -> Figure:
     return figure
 
 
+def taus_by_place(table: pd.DataFrame, arms: Mapping[str, str]) -> str:
+    """Return a Markdown table of tau: a row for each arm, a column for each text and temperature.
+
+    The last row is the share of repeated 8-grams in the baseline's text.
+    """
+    places = texts_and_temperatures(table)
+    lines = [["tau", *(title for title, _ in places)]]
+    for arm, name in arms.items():
+        rows = [row_where(table[here], arm=arm) for _, here in places]
+        lines.append([name, *(f"{row['tau_pooled']:.2f}" if row else "-" for row in rows)])
+    shares = [table.loc[here, "baseline_repeated_8grams"].iloc[0] for _, here in places]
+    return markdown([*lines, ["repeated 8-grams", *map(percent, shares)]])
+
+
 def no_gain(axes: Axes, along: str = "y", at: float = 1.0) -> None:
     """Draw a dashed line at 1, the speed of the baseline."""
     (axes.axhline if along == "y" else axes.axvline)(at, color=GREY, linestyle="--", linewidth=1)

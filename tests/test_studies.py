@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from experiments import plots, runs
 from experiments.exactness.published import on_chains, on_toys
 from experiments.projection import measured, published
-from experiments.training_free import lookup
+from experiments.proposers import lookup
 from scripts.zoo import repetitive, workloads
 from spec_lab.analysis import figures, metrics
 from spec_lab.cli.main import conf, main, zoo
@@ -48,9 +48,9 @@ SWEEPS = {
 """Studies that are an experiment: overrides that keep it small, and the number of rows of its results."""
 
 COMMANDS = {
-    "training_free": ("--texts code --store store --limit 2 --new 8", 2 * 11),  # temperatures, arms
-    "hybrids": ("--texts code --limit 2 --new 8", 2 * 12),
-    "workloads": ("--texts code --arms ngram medusa union --limit 2 --new 8", 2 * 3),
+    "proposers.training_free": ("--texts code --store store --limit 2 --new 8", 2 * 11),  # temperatures, arms
+    "proposers.hybrids": ("--texts code --limit 2 --new 8", 2 * 12),
+    "proposers.workloads": ("--texts code --arms ngram medusa union --limit 2 --new 8", 2 * 3),
     "policies": ("--texts code --sizes 1 2 --limit 2 --new 8", 2 * 3 * 16),  # temperatures, workloads, arms
     "drafters": ("--texts code --drafters trained --depth 2 --limit 2 --new 8", 2 * 2 * 2),  # ..., positions
     "drafters.length": ("--heads heads --limit 2 --new 8", 2 * 2),
@@ -62,7 +62,11 @@ COMMANDS = {
 }
 """Studies with a command: its options, and the number of rows of its results where it is always the same."""
 
-PARTS = {"tree_shapes.eagle": "eagle_trees", "drafters.length": "training_length"}
+PARTS = {
+    "tree_shapes.eagle": "eagle_trees",
+    "drafters.length": "training_length",
+    **{f"proposers.{part}": part for part in ("training_free", "hybrids", "workloads")},
+}
 """Names of the files of a study's second question."""
 
 EXPERIMENT = {name: name for name in SWEEPS} | {"proposers": "proposers_by_workload"}
@@ -163,7 +167,7 @@ def test_a_study_measures_and_draws(name, tiny_zoo, tmp_path, monkeypatch, capfd
     for module in (runs, measure):
         monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run), raising=False)
     monkeypatch.setattr(measure, "ZOO", tiny_zoo, raising=False)
-    if name == "training_free":  # a search finds nothing to skip in a model of two layers
+    if name == "proposers.training_free":  # a search finds nothing to skip in a model of two layers
         monkeypatch.setitem(measure.ARMS, "skip", ("skip", {"skipped": "attn 1"}))
         assert command(monkeypatch, "index", "corpus.jsonl", "store", "--tokenizer", str(tiny_zoo / "target")) == 0
     measure.main(f"{options} --threads 1 --out here".split())

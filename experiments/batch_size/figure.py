@@ -114,22 +114,17 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Return the README's tables: speed-up over blocks, tau and nodes; the ratio to the smallest batch's speed-up."""
+    """Return the README's table: speed-up over blocks, tau and nodes."""
     arms = ordered(list(table["arm"]), PROPOSERS)
-    alone = [["batch", "blocks", *(NAMES[arm] for arm in arms)]]
-    paired = [[f"over batch {table['smallest_batch'].iloc[0]:g}", *(NAMES[arm] for arm in arms)]]
+    lines = [["batch", *(NAMES[arm] for arm in arms)]]
     for size in sorted(table["batch_size"].unique()):
         rows = [row_where(table, batch_size=size, arm=arm) for arm in arms]
-        blocks = table.loc[table["batch_size"] == size, "blocks"].iloc[0]
         cells = [
             f"{shown(row, 'block_speedup')}, {row['tau_pooled']:.2f}, {row['nodes_per_step']:.1f}" if row else "-"
             for row in rows
         ]
-        alone.append([f"{size:g}", f"{blocks:g}", *cells])
-        if size != table["smallest_batch"].iloc[0]:
-            columns = "block_speedup_over_smallest", "tau_beyond_smallest"
-            paired.append([f"{size:g}", *("; tau ".join(shown(row, column) for column in columns) for row in rows)])
-    return f"{markdown(alone)}\n\n{markdown(paired)}"
+        lines.append([f"{size:g}", *cells])
+    return markdown(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:

@@ -1,12 +1,14 @@
 """Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must kill it.
 
 They are small patches of the real code or wrappers around it, and go through ``certify`` as a correct pair does.
-``python -m tests.distributions.mutants > experiments/exactness/mutants.md`` writes their table.
+``python -m tests.distributions.mutants > experiments/exactness/mutants.csv`` writes their table.
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -652,21 +654,15 @@ def p_value(drafts: Proposer | Drawn, verifier: Verifier, instance: Instance = J
 
 
 def table() -> str:
-    """The text of ``experiments/exactness/mutants.md``."""
-    lines = [
-        "Broken variants kept as negative controls, and what kills each: the enumerated distribution of one *step*,",
-        "the enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
-        "*samples*; `python -m tests.distributions.mutants` writes this table.",
-        "",
-        "| mutant | how it is broken | killed by | TV | where |",
-        "|---|---|---|---|---|",
-    ]
+    """The text of ``experiments/exactness/mutants.csv``."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("mutant", "how", "killed_by", "tv", "where"))
     for mutant in MUTANTS:
         kill = seen(mutant)[-1]
         tv = f"{kill.tv:.2g}" if mutant.layer in ("step", "loop") else ""
-        cells = (mutant.name, mutant.how, mutant.layer, tv, kill.where or "survives")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.writerow((mutant.name, mutant.how, mutant.layer, tv, kill.where or "survives"))
+    return text.getvalue()
 
 
 if __name__ == "__main__":

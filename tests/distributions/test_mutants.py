@@ -62,7 +62,7 @@ def test_a_mutant_is_killed(mutant):
 
 @pytest.mark.nightly
 def test_the_committed_table_is_this_one():
-    file = Path(__file__).parents[2] / "experiments" / "exactness" / "mutants.md"
+    file = Path(__file__).parents[2] / "experiments" / "exactness" / "mutants.csv"
     assert file.read_text() == mutants.table()
 
 

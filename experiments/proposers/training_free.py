@@ -1,8 +1,8 @@
-"""Compare proposers that need no training: python -m experiments.training_free.measure.
+"""Compare proposers that need no training: python -m experiments.proposers.training_free.
 
 First a store of text for REST is built, of the standard library's sources, their documentation strings and generated
 records, without the held-out ones. All proposers are arms of one run, and alternate; Medusa heads are beside them. The
-same command resumes; ``figure.py`` reads the runs.
+same command resumes; ``training_free_figure.py`` reads the runs.
 """
 
 from __future__ import annotations

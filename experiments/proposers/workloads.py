@@ -1,8 +1,8 @@
-"""Compare all bundled proposers by workload: python -m experiments.workloads.measure.
+"""Compare all bundled proposers by workload: python -m experiments.proposers.workloads.
 
 Workloads are retrieval, edits of code, agents' loops in JSON, dialogues of three turns, and the edits and records of
 prompts=repetitive. All proposers are arms of one run, and alternate; a sweep over workloads and sampling. The same
-command resumes; ``figure.py`` reads the runs.
+command resumes; ``workloads_figure.py`` reads the runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long does a lookup take? Measure the proposers that look text up, as a decoding step calls them.
 
-    python -m experiments.training_free.lookup --out OUT
+    python -m experiments.proposers.lookup --out OUT
 
 The text is Python source, in the bundled target's tokens: the standard library is the text of the request (``own``) and
 what it decodes, installed packages are the store. A step decodes the draft's tokens as far as the text has them, and

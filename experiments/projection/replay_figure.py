@@ -1,4 +1,4 @@
-"""Draw predicted against measured tau from results.csv: python -m experiments.replay.figure."""
+"""Draw predicted against measured tau from replay.csv: python -m experiments.projection.replay_figure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def main() -> None:
     """Draw the figure beside this file."""
-    save(draw(pd.read_csv(HERE / "results.csv")), HERE / "replay.png", CLAIM)
+    save(draw(pd.read_csv(HERE / "replay.csv")), HERE / "replay.png", CLAIM)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does replay predict what a run of the same design measures? python -m experiments.replay.measure.
+"""Does replay predict what a run of the same design measures? python -m experiments.projection.replay.
 
 Texts of the target are recorded once, with the distributions of a draft model at every position, and one run with three
 static trees is recorded as it decodes. From these, ``spec-lab replay`` predicts tau of designs that were not run. Then

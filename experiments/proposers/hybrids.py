@@ -1,6 +1,6 @@
-"""Compare hybrids with their parts and with transformers: python -m experiments.hybrids.measure.
+"""Compare hybrids with their parts and with transformers: python -m experiments.proposers.hybrids.
 
-All are arms of one run, and alternate; a sweep over texts and sampling. The same command resumes; ``figure.py`` reads
+All are arms of one run, and alternate; a sweep over texts and sampling. The same command resumes; ``hybrids_figure.py`` reads
 the runs.
 """
 

@@ -1,4 +1,4 @@
-"""Results, figure and table of the study: python -m experiments.hybrids.figure [RUNS]."""
+"""Results, figure and table of the study: python -m experiments.proposers.hybrids_figure [RUNS]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.hybrids.measure import ARMS, OF, PEERS
 from experiments.plots import (
     NAMES,
     bounds,
@@ -24,6 +23,7 @@ from experiments.plots import (
     swept,
     texts_and_temperatures,
 )
+from experiments.proposers.hybrids import ARMS, OF, PEERS
 from spec_lab.analysis import metrics
 
 KEYS = ("prompts", "temperature")
@@ -96,7 +96,7 @@ def _over_best_part(row: dict[str, Any] | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    return study(__file__, results, draw, written, arguments, CLAIM)
+    return study(__file__, results, draw, written, arguments, CLAIM, "hybrids")
 
 
 if __name__ == "__main__":
