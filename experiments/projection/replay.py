@@ -3,7 +3,7 @@
 Texts of the target are recorded once, with the distributions of a draft model at every position, and one run with three
 static trees is recorded as it decodes. From these, ``spec-lab replay`` predicts tau of designs that were not run. Then
 every design is run on the same prompts with another seed, so with other texts. The same command resumes; it prints
-``results.csv``'s path and how many designs agree.
+``replay.csv``'s path and how many designs agree.
 """
 
 from __future__ import annotations
@@ -182,12 +182,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for out, options in () if chosen.finished else commands(chosen):
         run(out, *options)
     table = results(chosen.out)
-    table.to_csv(chosen.out / "results.csv", index=False)
+    table.to_csv(chosen.out / "replay.csv", index=False)
     print(table.round(3).to_string())
     agree, inside, off = int(table["agrees"].sum()), int(table["inside"].sum()), table["difference"]
     print(f"{agree} of {len(table)} designs agree within both 95 % intervals; {inside} measured values lie inside the")
     print(f"predicted interval. Predicted - measured: mean {off.mean():+.3f}, mean size {off.abs().mean():.3f}.")
-    print(chosen.out / "results.csv")
+    print(chosen.out / "replay.csv")
 
 
 if __name__ == "__main__":
