@@ -28,18 +28,16 @@ CPU cores; held-out prompts.
 | --- | --- | --- | --- |
 {models}
 
-**Data.** Python sources of the standard library and of packages that are installed anyway ({packages});
-generated JSON records (`scripts/zoo/records.py`); English paragraphs from the documentation strings of the
-same packages and from pydoc's topics. All of it is under the PSF, BSD, MIT or Apache-2.0 licences. **Licence**
-of weights, tokenizer and prompts: that of this project; the prompts quote the packages named in their `source`,
-under those packages' licences.
+**Data.** Python sources of the standard library and of installed packages ({packages});
+generated JSON records (`scripts/zoo/records.py`); English paragraphs from their documentation strings and pydoc's
+topics. All under the PSF, BSD, MIT or Apache-2.0 licences. **Licence** of weights, tokenizer and prompts: that of this
+project; the prompts quote the packages named in their `source`, under those packages' licences.
 
 **Training.** The target saw {target_tokens:.1f} M tokens in windows of {length} ({mix}), the first {grown:.1f}
 M at half its depth; Muon and AdamW, warm-up-stable-decay, bf16 weights with float32 masters. The draft saw
 {draft_tokens:.1f} M tokens of the same text. The draft was then distilled
-({distilled}){last}. The target continued training prefixes, half of them greedily, half at temperature 1; every fifth
-part is plain text. The draft learns the target's distributions; the heads learn these and, in greedy parts, the
-target's most probable tokens.
+({distilled}){last}. The target continued training prefixes, half greedily, half at temperature 1; every fifth part
+is plain text. The draft learns the target's distributions; the heads also, in greedy parts, its likeliest tokens.
 
 **Held-out loss** (whole held-out streams; nats per token, bits per byte):
 
@@ -48,27 +46,23 @@ target's most probable tokens.
 {losses}
 
 **Heads and draft** on the target's own continuations of the shipped prompts ({tokens} tokens each; greedy,
-alpha = E sum min(p, q) at temperature 1). Head k predicts the token k + 1 positions after the target's own next
-one; rank r is the share of tokens that were the head's r-th choice.
+alpha = E sum min(p, q) at temperature 1). Head k predicts the token k + 1 positions after the target's next one; rank
+r is the share of tokens that were its r-th choice.
 
 {accuracies}
 
-**EAGLE-3 and Hydra heads** learned later, from the target's hidden states on text of the same kinds (half of it written
-greedily, half at temperature 1, every fifth part plain text; the prefix that the target continued is in the loss too).
-EAGLE-3 learned by training-time test, first with one unroll and then with three. Acceptance by draft position, each
-after the target's own text: share of agreement of the likeliest tokens (greedy), and alpha.
+**EAGLE-3 and Hydra heads** learned later, from the target's hidden states on text of the same kinds, prefixes included;
+EAGLE-3 by training-time test with one, then three unrolls. Acceptance by draft position, each after the target's own
+text: agreement of the likeliest tokens (greedy), and alpha.
 
 {positions}
 
-**Hold-out.** `holdout.json` names the modules and topics that training never saw, with SHA-256 of their text as
-installed; records from seed 10 000 000 on are held out with the names in them. Near copies are dropped by
-shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
-with a prompt. `tests/test_zoo.py` checks it with the sources of the standard library that the machine has. Of
-the prompts that could be cut, those are shipped after which the target's own greedy text repeats itself least
-(8-grams of {screened} tokens): small models repeat themselves, and repetitive text is easy to draft. The choice does
-not depend on any draft. `workloads/repetitive.jsonl` is made of these prompts
-(`python -m scripts.zoo.repetitive`): code that is edited, and records that change from turn to turn. So are
-`retrieval`, `editing`, `agentic` and `dialogue` (`python -m scripts.zoo.workloads`), with generated records.
+**Hold-out.** `holdout.json` names the modules and topics that training never saw, with SHA-256 of their text; records
+from seed 10 000 000 on are held out with their names. Near copies are dropped by shared lines, and documents that share
+a run of 64 characters (160 within records) with a prompt; `tests/test_zoo.py` checks it. Shipped are the prompts after
+which the target's greedy text repeats itself least (8-grams of {screened} tokens), since repetitive text is easy to
+draft; the choice does not depend on any draft. The workloads are made of these prompts and generated records
+(`python -m scripts.zoo.repetitive`, `scripts.zoo.workloads`).
 
 **Commands** (each resumes; some hours on two cores in all{again}):
 

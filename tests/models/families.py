@@ -243,49 +243,50 @@ def page() -> str:
     rows = []
     for name, family in FAMILIES.items():
         layers = ", ".join(called for kind, called in words.items() if kind in family.kinds)
-        dtype = str(family.dtype).removeprefix("torch.")
-        rows.append(f"| `{family.model_type or name}` | {layers} | {family.remark} | {dtype} |")
+        rows.append(f"| `{family.model_type or name}`{single(family.dtype)} | {layers} | {family.remark} |")
     more = []
     for family in POSITIONS.values():
-        dtype = str(family.dtype).removeprefix("torch.")
-        more.append(f"| `{family.model_type}` | {family.remark} | {'yes' if family.dense else 'no'} | {dtype} |")
+        dense = "" if family.dense else " (no `dense_mask`)"
+        more.append(f"| `{family.model_type}`{single(family.dtype)} | {family.remark}{dense} |")
     states = []
     for build in recurrent.FAMILIES.values():
-        (kind, *given), single = build.args, torch.float32
-        states.append(f"| `{kind}` | {'float32' if single in given else 'float64'} |")
-    tables = (HEAD, rows), (POSITIONS_HEAD, more), (RECURRENT, states)
-    return "".join(head + "\n".join(dict.fromkeys(lines)) + "\n" for head, lines in tables)
+        kind, *given = build.args
+        states.append(f"`{kind}`{single(torch.float32 if torch.float32 in given else torch.float64)}")
+    tables = (HEAD, rows), (POSITIONS_HEAD, more)
+    text = "".join(head + "\n".join(dict.fromkeys(lines)) + "\n" for head, lines in tables)
+    return f"{text}{RECURRENT}{', '.join(states)}.\n"
+
+
+def single(dtype: torch.dtype) -> str:
+    """The remark on a family that is tested in single precision."""
+    return " (float32)" if dtype == torch.float32 else ""
 
 
 HEAD = """# Families of models
 
-The engine for models of transformers decodes causal language models whose layers attend to earlier tokens: to all of
-them (full attention), to the last W (sliding window), or to those of their own chunk of C positions. Soft caps on
-attention scores and attention sinks are supported. A self-check at load compares draft trees with plain forwards, with
-windows and chunks shortened so that they matter, and refuses a model whose logits differ.
+The engine for models of transformers decodes causal language models whose layers attend to all earlier tokens (full
+attention), to the last W (sliding window), or to those of their own chunk of C positions, with soft caps and attention
+sinks. A self-check at load compares draft trees with plain forwards, with windows and chunks shortened so that they
+matter, and refuses a model whose logits differ.
 
-Of each family below a test (`tests/models/test_families.py`) builds a tiny random model whose windows and chunks are
-shorter than its texts. Greedy decoding emits the tokens of transformers' own `generate`: with chains and trees, for one
-request, a batch and with continuous batching, in shapes as they come and in fixed shapes (`target.graphs`), with
-`target.attention=dense_mask`, and where the model drafts for itself, with a draft model, `early_exit` and `skip`. The
-dtype is that of the test. `python -m tests.models.families` writes this page.
+A test (`tests/models/test_families.py`) builds a tiny random model of each family, in float64 except where noted.
+Greedy decoding emits the tokens of transformers' own `generate`: with chains and trees, for one request, a batch and
+with continuous batching, in fixed shapes too (`target.graphs`), with `target.attention=dense_mask`, and with a draft
+model, `early_exit` and `skip`. `python -m tests.models.families` writes this page.
 
-| `model_type` | attention | besides | dtype |
-|---|---|---|---|
+| `model_type` | attention | besides |
+|---|---|---|
 """
 POSITIONS_HEAD = """
 Families with positions or attention of their own, of which the same is checked:
 
-| `model_type` | positions and attention | also with `target.attention=dense_mask` | dtype |
-|---|---|---|---|
+| `model_type` | positions and attention |
+|---|---|
 """
 RECURRENT = """
-Families with recurrent layers, which decode chains only (`tests/models/test_recurrent_families.py`): for a batch and
-with continuous batching, with drafts of which any number of tokens is accepted, and with the proposers `ngram`,
-`suffix` and `draft_chain`.
-
-| `model_type` | dtype |
-|---|---|
+Families with recurrent layers decode chains only (`tests/models/test_recurrent_families.py`: for a batch and with
+continuous batching, with drafts of which any number of tokens is accepted, and with `ngram`, `suffix` and
+`draft_chain`):
 """
 
 
