@@ -113,7 +113,7 @@ axes.legend(fontsize=8)
 figure.tight_layout()
 
 # %% [markdown]
-# `experiments/replay` compares 47 designs in this way.
+# `experiments/projection` compares 47 designs in this way.
 #
 # ## Bounds
 #

@@ -207,11 +207,11 @@ def test_options_in_the_text_exist():
     ("page", "link", "on_the_site"),
     [
         ("replay.md", "bounds.md", "bounds.md"), ("replay.md", "../README.md", "index.md"),
-        ("replay.md", "../experiments/replay", "experiments/replay/README.md"),
+        ("replay.md", "../experiments/projection", "experiments/projection/README.md"),
         ("reference/commands.md", "../../spec_lab/verify/token.py#L3", "../spec_lab/verify/token.py.md#L3"),
         ("replay.md", "../conf/verifier", "conf/verifier/index.md"),
         ("replay.md", "../notebooks/first_steps.ipynb", "notebooks/first_steps.ipynb"),
-        ("experiments/replay/README.md", "../../docs/replay.md#reading", "../../replay.md#reading"),
+        ("experiments/projection/README.md", "../../docs/replay.md#reading", "../../replay.md#reading"),
         ("experiments/projection/README.md", "published.png", "published.png"),
         ("replay.md", "https://arxiv.org/abs/2402.05109", "https://arxiv.org/abs/2402.05109"),
         ("replay.md", "#reading", "#reading"), ("replay.md", "absent.md", "absent.md"),

@@ -326,7 +326,7 @@ STUDIES = sorted(page.parent.name for page in (ROOT / "experiments").glob("*/REA
 
 def test_studies_are_few_and_short():
     words = sum(len((ROOT / "experiments" / name / "README.md").read_text().split()) for name in STUDIES)
-    assert len(STUDIES) <= 24 and words < 20_000
+    assert len(STUDIES) <= 20 and words < 20_000
 
 
 @pytest.mark.parametrize("name", STUDIES)
