@@ -98,12 +98,10 @@ def described(zoo: Path, name: str) -> tuple[str, float]:
 
 
 def table(figures: dict[str, dict[str, dict[str, list[float]]]]) -> list[str]:
-    """Return the lines of the card's table: a row for each workload, drafter and way of decoding."""
-    places = " | ".join(map(str, range(1, POSITIONS + 1)))
-    lines = [f"| workload | drafter | | {places} |", "| --- " * (3 + POSITIONS) + "|"]
+    """Return the lines of the card's table: a row for each workload and drafter, with the shares of all positions."""
+    lines = [f"| workload | drafter | greedy, positions 1 to {POSITIONS} | alpha |", "| --- | --- | --- | --- |"]
     for workload, drafters in figures.items():
         for name, drafter in drafters.items():
-            for what, shares in drafter.items():
-                cells = " | ".join(f"{share:.2f}" for share in shares)
-                lines.append(f"| {workload} | {NAMES[name]} | {'greedy' if what == 'agreed' else 'alpha'} | {cells} |")
+            cells = " | ".join(", ".join(f"{share:.2f}" for share in shares) for shares in drafter.values())
+            lines.append(f"| {workload} | {NAMES[name]} | {cells} |")
     return lines

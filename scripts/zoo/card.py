@@ -46,8 +46,8 @@ is plain text. The draft learns the target's distributions; the heads also, in g
 {losses}
 
 **Heads and draft** on the target's own continuations of the shipped prompts ({tokens} tokens each; greedy,
-alpha = E sum min(p, q) at temperature 1). Head k predicts the token k + 1 positions after the target's next one; rank
-r is the share of tokens that were its r-th choice.
+alpha = E sum min(p, q) at temperature 1). Head k predicts the token k + 1 positions after the target's next one;
+each cell has the shares of tokens that were its first to fourth choice.
 
 {accuracies}
 
@@ -182,12 +182,11 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         loss, size = figures["loss"][model][workload], sizes[workload]
         return f"{loss:.3f}, {bits_per_byte(loss, size['tokens'], size['bytes']):.3f}"
 
-    lines = ["| workload | head | rank 1 | 2 | 3 | 4 |", "| --- | --- | --- | --- | --- | --- |"]
+    numbers = range(len(heads))
+    lines = [f"| workload | {' | '.join(f'head {k}' for k in numbers)} |", "| --- " * (1 + len(heads)) + "|"]
     for workload, figure in figures["workloads"].items():
-        lines += [
-            f"| {workload} | {k} | " + " | ".join(f"{x:.2f}" for x in ranks) + " |"
-            for k, ranks in enumerate(figure["heads"])
-        ]
+        cells = " | ".join(", ".join(f"{share:.2f}" for share in ranks) for ranks in figure["heads"])
+        lines.append(f"| {workload} | {cells} |")
     lines += ["", "| workload | draft's greedy agreement | alpha |", "| --- | --- | --- |"]
     lines += [f"| {w} | {f['draft_agreement']:.3f} | {f['alpha']:.3f} |" for w, f in figures["workloads"].items()]
     parts = {name: len(list((work / name).glob("part-*.safetensors"))) for name in ("generated", "states")}
