@@ -1,7 +1,7 @@
 """Compare hybrids with their parts and with transformers: python -m experiments.proposers.hybrids.
 
-All are arms of one run, and alternate; a sweep over texts and sampling. The same command resumes; ``hybrids_figure.py`` reads
-the runs.
+All are arms of one run, and alternate; a sweep over texts and sampling. The same command resumes; ``hybrids_figure.py``
+reads the runs.
 """
 
 from __future__ import annotations
