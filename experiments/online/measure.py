@@ -1,8 +1,8 @@
 """Change the workload in mid-stream, and see who follows: python -m experiments.online.measure.
 
 First a stream of one workload and then of another is served by proposers that learn from requests, and by heads that do
-not (``task=serve_trace``). Then heads are trained on the first workload, and refreshed after each round of the stream
-from what was served (``task=train_online``). The same command resumes.
+not (``task=serve_trace``). Then the bundled heads serve the same stream in rounds, and learn after each from what was
+served (``task=train_online``). The same command resumes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = runs.parser(__doc__, "outputs/online", 40)
     parser.add_argument("--first", default="code", help="prompts before the change (code)")
-    parser.add_argument("--then", default="json", help="prompts after it (json)")
-    parser.add_argument("--before", type=int, default=16, help="prompts that heads learn from before the stream (16)")
+    parser.add_argument("--then", default="agentic", help="prompts after it (agentic)")
+    parser.add_argument("--before", type=int, default=0, help="prompts that heads learn from before the stream (0)")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate (1e-3)")
     parser.add_argument("--requests", type=int, default=8, help="requests of a round (8)")
     chosen = parser.parse_args(arguments)
     short = [f"max_new_tokens={chosen.new}", f"threads={chosen.threads}"]
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     served = ["task=serve_trace", "task.segment=8", "batch_size=4", "warmup=16", "proposer=none", *arms]
     _run(*served, *texts, *short, "name=online_served", f"output_dir={chosen.out / 'served'}")
     learned = ["+experiment=train_medusa", "task=train_online", f"task.before={chosen.before}", "batch_size=8"]
+    learned += [f"task.start={runs.ZOO / 'medusa'}", "task.recipe.trunk=1536", f"task.learning_rate={chosen.rate}"]
     learned += [f"task.requests={chosen.requests}", f"task.rows={min(chosen.requests, 8)}"]
     _run(*learned, *texts, *short, "name=online_heads", f"output_dir={chosen.out / 'heads'}")
 

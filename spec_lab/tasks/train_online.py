@@ -21,7 +21,7 @@ from spec_lab.analysis.metrics import decode_steps
 from spec_lab.analysis.metrics.acceptance import SUMMANDS
 from spec_lab.analysis.metrics.ranges import in_ranges
 from spec_lab.analysis.results import online
-from spec_lab.core.options import Count, Number, Share, Whole, WrongOption, checked
+from spec_lab.core.options import Count, Filled, Number, Share, Whole, WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import BROKEN, Request
 from spec_lab.core.user_cache import default_folder
@@ -66,6 +66,7 @@ def train_online(
     console: Console | None = None,
     *,
     recipe: Recipe,
+    start: Filled | None = None,
     before: Annotated[int, Whole(0)] = 16,
     requests: Count = 8,
     recent: Count = 3,
@@ -88,6 +89,8 @@ def train_online(
         config: the configuration, for the manifest.
         console: prints the result; default standard output.
         recipe: the kind of drafter: a _target_ and its options, as in conf/experiment/train_medusa.yaml.
+        start: folder of a drafter of this kind and these sizes to begin with; None: a fresh one. Only Medusa heads can
+            be begun with.
         before: prompts, from the first, whose answers the drafter learns from before the stream begins; they are not
             served.
         requests: of a round, after which the drafter learns.
@@ -119,13 +122,14 @@ def train_online(
         raise WrongOption(f"before={before} leaves no prompt of {len(lab.prompts)} to serve: set it to less")
     rest = replace(lab, prompts=lab.prompts[before:])
     stream = RequestStream.of(rest, settings, None, drift, None, "task=train_online")
-    recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
+    begun = recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
+    start_sha256 = "" if start is None else recipe.resume(begun.module, lab.target, Path(start))
     plan = FitPlan(
         passes, rows, rows, warmup_steps, decay,
         plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
     )  # fmt: skip
     parts = TableParts(settings.output_dir, {"steps": STEPS}, optional={"steps": VERSION}, written=[*VERSION])
-    learning = _Online(lab, settings, recipe, stream, plan, parts, before, requests, recent)
+    learning = _Online(lab, settings, recipe, stream, plan, parts, before, requests, recent, start, start_sha256)
     more = {} if drift is None else {"drift": {"at": stream.change, "prompts_sha256": stream.prompts_sha256}}
     leaves = "Steps, versions of the drafter, summary and manifest"
     task = Task(lab, settings, config, ARMS, learning.work, learning.left, more=more, leaves=leaves, resumes=True)
@@ -145,6 +149,8 @@ class _Online:
     before: int
     requests: int
     recent: int
+    start: str | None
+    start_sha256: str
 
     def work(self, facts: Mapping[str, Any]) -> Done:
         """Learn, then serve and learn in turns."""
@@ -152,6 +158,8 @@ class _Online:
         rounds = [stream[at : at + size] for at in range(0, len(stream), size)]
         paths = self._answers()
         begun = self.recipe.begin(self.lab.target, paths, self.settings.seed)
+        if self.start is not None:
+            self.recipe.resume(begun.module, self.lab.target, Path(self.start))
         versions = [self._learned(begun, paths, [])]
         frozen = self._drafter(0)
         learned, rows = list[list[Path]](), list[dict[str, Any]]()
@@ -201,7 +209,9 @@ class _Online:
         number, out, target = len(versions), self.settings.output_dir, self.lab.target
         began, steps = time.monotonic(), 0
         if paths:
-            known = settings_of(self.recipe, target, begun) | {"after": versions[-1]["sha256"] if versions else ""}
+            known = settings_of(self.recipe, target, begun) | {
+                "after": versions[-1]["sha256"] if versions else self.start_sha256
+            }
             trainer = Trainer(begun.module.train(), self.plan.plan, 1, torch.float32)
             fit(
                 trainer, begun.objective, paths, out / "training" / str(number), self.plan, known,

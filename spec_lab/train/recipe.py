@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from spec_lab.core.options import check_fields
+from spec_lab.core.options import WrongOption, check_fields
 from spec_lab.models.packed import dense_copy
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
@@ -87,6 +87,17 @@ class Recipe:
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """The written drafter as a proposer of chains, sampled as the request samples."""
         raise NotImplementedError
+
+    def resume(self, module: Any, target: Target, folder: Path) -> str:
+        """Give a fresh network the weights of a written drafter; return their SHA-256.
+
+        Raises:
+            WrongOption: no drafter of this kind can be read back, or it has other sizes; names ``start``.
+            OSError, ValueError: its files cannot be read.
+        """
+        raise WrongOption(
+            f"start={folder} names a drafter to begin with, and {self.name} cannot read one: set start=null"
+        )
 
 
 def settings_of(recipe: Recipe, target: Target, begun: Beginning) -> dict[str, Any]:

@@ -606,3 +606,17 @@ def test_a_packed_target_gives_the_same_loss_and_gradients(name, tmp_path):
         assert (gradient is None) == (other is None)
         if gradient is not None:
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["medusa", "medusa with trunk"])
+def test_medusa_heads_begin_with_written_ones(target, tmp_path, name):
+    recipe, training = RECIPES[name], begun(RECIPES[name], target, tmp_path)
+    recipe.write(training.module, target, tmp_path / "drafter", {})
+    fresh = recipe.begin(target, [], 1).module
+    recipe.resume(fresh, target, tmp_path / "drafter")
+    for parameter, written in zip(fresh.parameters(), training.module.parameters(), strict=True):
+        assert torch.equal(parameter.double(), written)
+    with pytest.raises(ValueError, match=r"start=.*set task\.recipe\.heads="):
+        MedusaRecipe(heads=5).resume(fresh, target, tmp_path / "drafter")
+    with pytest.raises(ValueError, match=r"start=.* names a drafter to begin with, and hydra"):
+        HydraRecipe().resume(fresh, target, tmp_path / "drafter")

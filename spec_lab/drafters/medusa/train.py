@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from spec_lab.core.options import Count, Share, Whole
+from spec_lab.core.options import Count, Share, Whole, WrongOption
 from spec_lab.drafters.drafter_files import write_drafter
 from spec_lab.drafters.medusa.files import read_medusa
 from spec_lab.drafters.medusa.measure import of_texts
@@ -104,6 +104,32 @@ class MedusaRecipe(Recipe):
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """See ``Recipe``; the heads always draft their most probable tokens."""
         return Medusa.load(target, str(folder), tree="x".join(["1"] * depth))
+
+    def resume(self, module: Any, target: Target, folder: Path) -> str:
+        """See ``Recipe``: of heads that share the target's LM head."""
+        written, h = read_medusa(str(folder), target), target.services.hidden_size
+        trunk = 0 if written.trunk is None else len(written.trunk.inner[1])
+        if written.own_lm_heads is not None or self.layout == "medusa" or self.draft_vocab_size is not None:
+            raise WrongOption(f"start={folder}: only heads with all rows of the target's LM head can be begun with")
+        if (sizes := (*written.weight.shape[:2], trunk)) != (self.heads, self.layers, self.trunk):
+            heads, layers, trunk = sizes
+            raise WrongOption(
+                f"start={folder} holds {heads} heads of {layers} layers with a trunk of {trunk}: set "
+                f"task.recipe.heads={heads}, task.recipe.layers={layers} and task.recipe.trunk={trunk}"
+            )
+        with torch.no_grad():
+            for head, layer in np.ndindex(module.counts):
+                module.heads[head][layer].weight.copy_(written.weight[head, layer])
+                module.heads[head][layer].bias.copy_(written.bias[head, layer])
+            if written.trunk is not None:
+                for linear, (weight, bias) in (
+                    (module.trunk_in, written.trunk.inner),
+                    (module.trunk_out, written.trunk.outer),
+                ):
+                    linear.weight.copy_(weight)
+                    linear.bias.copy_(bias)
+                module.trunk_in.weight[:, h:] /= TargetHead.of(target).embedding_scale
+        return written.sha256
 
 
 def calibrate(target: Target, folder: Path, paths: Sequence[Path], temperature: float) -> None:
