@@ -58,11 +58,11 @@ def texts() -> tuple[list[list[int]], list[list[int]]]:
     """Return the tokens of the bundled texts that are trained on, and of every fourth prompt, which is not."""
     tokenizer = AutoTokenizer.from_pretrained(runs.ZOO / "target")
     lines = [
-        json.loads(line)["prompt"]
+        json.loads(line)
         for file in sorted([*(runs.ZOO / "prompts").glob("*.jsonl"), *(runs.ZOO / "workloads").glob("*.jsonl")])
         for line in file.read_text().splitlines()
     ]
-    encoded = [tokenizer(text)["input_ids"] for text in lines]
+    encoded = [tokenizer(line["prompt"])["input_ids"] for line in lines if "prompt" in line]
     held_out = [tokens for tokens in encoded[::4] if len(tokens) > PROMPT + max(ROWS)]
     return [tokens for number, tokens in enumerate(encoded) if number % 4], held_out
 
@@ -155,6 +155,7 @@ def decoded(target: Target, depth: int, prompts: Sequence[Sequence[int]], new: i
         "seconds": sum(info.seconds()["whole"] for info in infos),
         "forwards": len(infos),
         "read": counts[:, 0].sum(),
+        "bytes": float(target.lm.work.read(np.ones(len(counts)), counts[:, 0]).sum()),
         "rejected_only": (counts[:, 0] - counts[:, 1]).sum(),
     }
 
@@ -164,7 +165,8 @@ def gains(
 ) -> list[dict[str, Any]]:
     """Return speed-up, tau and utility of n-gram chains by batch size and length, each beside autoregressive decoding.
 
-    Utility is Cascade's (2506.20675): tokens gained over cost, tau / (seconds of a step / those of a plain step).
+    Utility is Cascade's (2506.20675), tokens gained over cost: tau / (weights that a step reads / those of a plain step),
+    which does not depend on the machine. ``cost`` is the same ratio of seconds.
     """
     measured = []
     for batch in BATCHES:
@@ -178,11 +180,14 @@ def gains(
         plain = sums[1]
         for rows, total in sums.items():
             tau = total["tokens"] / total["steps"]
-            cost = (total["seconds"] / total["forwards"]) / (plain["seconds"] / plain["forwards"])
+            cost, weights = (
+                (total[name] / total["forwards"]) / (plain[name] / plain["forwards"]) for name in ("seconds", "bytes")
+            )
             speed = (total["tokens"] / total["seconds"]) / (plain["tokens"] / plain["seconds"])
             measured.append(
                 {
-                    "batch": batch, "rows": rows, "tau": tau, "cost": cost, "utility": tau / cost, "speedup": speed,
+                    "batch": batch, "rows": rows, "tau": tau, "weights": weights, "utility": tau / weights,
+                    "cost": cost, "speedup": speed,
                     "read": total["read"] / total["forwards"],
                     "rejected_only": total["rejected_only"] / total["forwards"],
                 }
@@ -214,7 +219,9 @@ def draw(curve: pd.DataFrame, gain: pd.DataFrame) -> Figure:
             here = gain[(gain["model"] == model) & (gain["batch"] == batch)]
             axes.plot(here["rows"], here["utility"], color=colour, markersize=4, label=f"{model} weights", **style)
         plots.no_gain(axes)
-        axes.set(xscale="log", xlabel="rows of a sequence", ylabel="utility (tau / cost)", title=f"batch {batch}")
+        axes.set(
+            xscale="log", xlabel="rows of a sequence", ylabel="utility (tau / weights read)", title=f"batch {batch}"
+        )
         axes.set_xticks(ROWS, [str(rows) for rows in ROWS])
     others[0].legend()
     return figure
@@ -234,9 +241,22 @@ def table(curve: pd.DataFrame, gain: pd.DataFrame) -> str:
             + [f"{read:.1f}" for read in (uniform(count * batch), text["read"], other["read"])]
             + [f"{text['seconds'] / one:.2f}"]
         )
-    gained = [["model", "batch", "rows", "tau", "cost", "utility", "speed-up", "experts", "for rejected rows alone"]]
+    gained = [
+        [
+            "model",
+            "batch",
+            "rows",
+            "tau",
+            "experts",
+            "for rejected rows alone",
+            "weights",
+            "utility",
+            "seconds",
+            "speed-up",
+        ]
+    ]
     for row in gain.to_dict("records"):
-        names = ("tau", "cost", "utility", "speedup", "read", "rejected_only")
+        names = ("tau", "read", "rejected_only", "weights", "utility", "cost", "speedup")
         gained.append([row["model"], row["batch"], row["rows"], *(f"{row[name]:.2f}" for name in names)])
     return f"{plots.markdown(rows)}\n\n{plots.markdown(gained)}"
 
