@@ -165,8 +165,8 @@ def gains(
 ) -> list[dict[str, Any]]:
     """Return speed-up, tau and utility of n-gram chains by batch size and length, each beside autoregressive decoding.
 
-    Utility is Cascade's (2506.20675), tokens gained over cost: tau / (weights that a step reads / those of a plain step),
-    which does not depend on the machine. ``cost`` is the same ratio of seconds.
+    Utility is Cascade's (2506.20675), tokens gained over cost, here tau / (weights that a step reads / those of a plain
+    step), which does not depend on the machine. ``cost`` is the same ratio of seconds.
     """
     measured = []
     for batch in BATCHES:
