@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spec_lab.core.options import whole
+from spec_lab.core.options import brief, whole
 from spec_lab.core.roofline import AttentionWork, ExpertWork, ForwardWork
 
 MAX_SIZE = 10**7
@@ -253,7 +253,9 @@ def _check_layers(file: str, config: Mapping[str, Any]) -> None:
     for field, meaning in OTHER_LAYERS.items():
         if config.get(field) is not None:
             raise ValueError(f"{file}: {field} describes {meaning}, which is not modelled; {MEASURE}")
-    kinds = config.get("layer_types") or ()
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"{file}: layer_types must be a list, not {brief(kinds)}")
     if others := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
         raise ValueError(f"{file}: layer_types has {others[0]}, which is not modelled; {MEASURE}")
     if not any(config.get(field) for field in EXPERTS):
@@ -290,7 +292,8 @@ def _mixture(file: str, config: Mapping[str, Any], size: Callable[..., int]) -> 
     only, kinds = config.get("mlp_only_layers") or [], config.get("mlp_layer_types") or []
     if not isinstance(only, list) or any(layer not in range(layers) for layer in only):
         raise ValueError(f"{file}: mlp_only_layers must list numbers of layers, from 0 to {layers - 1}")
-    if kinds and (len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}):
+    stated = isinstance(kinds, list) and len(kinds) == layers and all(kind in ("dense", "sparse") for kind in kinds)
+    if kinds and not stated:
         raise ValueError(f"{file}: mlp_layer_types must state dense or sparse for each of {layers} layers")
     dense |= {*only, *(layer for layer, kind in enumerate(kinds) if kind == "dense")}
     return Mixture(experts, per_row, inner, shared, len(dense))

@@ -53,6 +53,8 @@ def test_the_fields_of_published_configs_describe_experts(fields, mixture):
         (ROUTED | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must state dense or sparse for each of 4 layers"),
         (ROUTED | {"kv_lora_rank": 512}, "kv_lora_rank describes multi-head latent attention"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
+        ({"layer_types": 5}, "layer_types must be a list, not 5"),
+        (ROUTED | {"mlp_layer_types": 5}, "mlp_layer_types must state dense or sparse"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(fields, message):
