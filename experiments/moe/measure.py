@@ -96,7 +96,7 @@ def train(model: Any, documents: Sequence[Sequence[int]], steps: int, batch: int
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
-        losses.append(float(output.loss))
+        losses.append(output.loss.item())
         if number % 50 == 0:
             print(f"step {number}: loss {losses[-1]:.3f}")
     model.eval()
