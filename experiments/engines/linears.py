@@ -43,17 +43,21 @@ class Layer(nn.Module):
         shapes = {"q": (WIDTH, WIDTH), "k": (WIDTH, KEYS), "v": (WIDTH, KEYS), "o": (WIDTH, WIDTH)}
         shapes |= {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
         self.linears = nn.ModuleDict({name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()})
-        self.before, self.between = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rows ``[n, WIDTH]`` after the layer."""
-        normed = self.before(x)
+        normed = self.normed(x, 0)
         queries, keys, values = (self.linears[name](normed) for name in "qkv")
         mixed = queries * keys.repeat(1, WIDTH // KEYS) + values.repeat(1, WIDTH // KEYS)
         x = x + self.linears["o"](mixed)
-        normed = self.between(x)
+        normed = self.normed(x, 1)
         inner = nn.functional.silu(self.linears["gate"](normed)) * self.linears["up"](normed)
         return x + self.linears["down"](inner)
+
+    def normed(self, x: Tensor, number: int) -> Tensor:
+        """Return the rows after an RMS norm, in operators that every library converts."""
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.norms[number]
 
 
 def in_torch(module: nn.Module, dtype: torch.dtype, packed: bool) -> Callable[[int], Call]:
