@@ -115,8 +115,9 @@ def experts_in_words(arms: Mapping[str, Mapping[str, Any]], roofline: Roofline) 
     lines = [
         f"{name}: a forward of {number(experts['rows'], '.3g')} rows reads {number(experts['read'], '.3g')} of "
         f"{roofline.work.experts.experts} experts of a layer, {number(experts['rejected_only'], '.2g')} of them for "
-        f"rejected rows alone; uniform choices would read {number(experts['expected'], '.3g')}, or as many among "
-        f"{number(experts['effective'], '.3g')} experts."
+        f"rejected rows alone; uniform choices would read {number(experts['expected'], '.3g')}"
+        + (f", and as many among {among} experts" if (among := number(experts["effective"], ".3g")) else "")
+        + "."
         for name, arm in arms.items() if (experts := arm.get("experts"))
     ]  # fmt: skip
     more = "" if lines else "; count_experts=true counts them"

@@ -24,8 +24,8 @@ def expert_figures(tables: Tables, arm: str, roofline: Roofline | None) -> dict[
         ``read``: different experts that a forward reads in a layer, a mean over layers; ``accepted``, ``rejected``:
             those that kept rows and that rejected ones chose; ``rejected_only``: read for rejected rows alone, which is
             ``read`` - ``accepted``; ``rows``: of a forward; ``expected``: by ``ExpertWork.expected`` of as many rows
-            (NaN without a roofline); ``effective``: by ``ExpertWork.fitted``; ``forwards``: how many were counted, of
-            ``decoded``.
+            (NaN without a roofline); ``effective``: by ``ExpertWork.fitted`` (NaN where no forward has
+            two rows); ``forwards``: how many were counted, of ``decoded``.
     """
     forwards = tables.forwards[(tables.forwards["arm"] == arm) & ~tables.forwards["prefill"].astype(bool)]
     counted = forwards[~np.isnan(per_layer(forwards))]
@@ -41,5 +41,5 @@ def expert_figures(tables: Tables, arm: str, roofline: Roofline | None) -> dict[
         "expected": rows * np.nan if mixture is None else mixture.expected(rows),
     }  # fmt: skip
     means = {name: ratio(values.sum(), len(values)) for name, values in figures.items()}
-    effective = float("nan") if mixture is None else mixture.fitted(rows, read)
+    effective = float("nan") if mixture is None or rows.max() <= 1 else mixture.fitted(rows, read)
     return means | {"effective": effective, "forwards": len(counted), "decoded": len(forwards)}

@@ -30,7 +30,13 @@ def test_means_are_over_the_steps_after_the_prefill_that_were_counted():
     )
     assert metrics.expert_figures(tables(), "medusa", MIXTURE) == {}, "an older run, or one without count_experts"
     (line, _) = experts_in_words({"medusa": {"experts": figures}}, MIXTURE)
-    assert "reads 4 of 8 experts" in line and "1.5 of them" in line and f"{figures['expected']:.3g}" in line
+    assert (
+        "reads 4 of 8 experts" in line
+        and "1.5 of them" in line
+        and f"{figures['expected']:.3g}, and as many among" in line
+    )
+    single = figures | {"effective": None}
+    assert "among" not in experts_in_words({"medusa": {"experts": single}}, MIXTURE)[0]
     (line,) = experts_in_words({"medusa": {"experts": {}}}, MIXTURE)
     assert "count_experts=true" in line
 
