@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from spec_lab.analysis.projection import Acceptance, Deployment, Overlap, speedup
+from spec_lab.analysis.projection import Acceptance, Deployment, Overlap, overlap, speedup
 from spec_lab.analysis.projection.acceptance import of_steps
 from spec_lab.analysis.projection.drafting import Drafting
 from spec_lab.analysis.projection.overlap import foreseen
@@ -86,12 +86,13 @@ def replayed(forward, *tokens_and_q):
     ]  # fmt: skip
 
 
-def test_outcomes_are_foreseen_by_the_draft_probabilities_after_the_accepted_tokens():
+def recorded_chains():
+    """Four steps of chains of two tokens, and the rows of their distributions."""
     frame = steps(
-        {"forward": 1, "accepted": 2, "depth": 2, "emitted_tokens": [0, 1, 3]},
-        {"forward": 2, "accepted": 0, "depth": 2, "emitted_tokens": [2]},
-        {"forward": 3, "accepted": 1, "depth": 2, "emitted_tokens": [1, 0]},
-        {"forward": 4, "accepted": 0, "depth": 0, "emitted_tokens": [1]},
+        {"forward": 1, "accepted": 2, "depth": 2, "nodes": 2, "emitted_tokens": [0, 1, 3]},
+        {"forward": 2, "accepted": 0, "depth": 2, "nodes": 2, "emitted_tokens": [2]},
+        {"forward": 3, "accepted": 1, "depth": 2, "nodes": 2, "emitted_tokens": [1, 0]},
+        {"forward": 4, "accepted": 0, "depth": 0, "nodes": 0, "emitted_tokens": [1]},
     )
     high = [0.5, 0.3, 0.15, 0.05]
     rows = pd.DataFrame(
@@ -101,6 +102,11 @@ def test_outcomes_are_foreseen_by_the_draft_probabilities_after_the_accepted_tok
             *replayed(3, (9, high), (1, high), (3, None)),  # cut to one token all is accepted, and 0 follows: rank 0
         ]
     )
+    return frame, rows.assign(arm="", prefill=False)
+
+
+def test_outcomes_are_foreseen_by_the_draft_probabilities_after_the_accepted_tokens():
+    frame, rows = recorded_chains()
     hits = {outcomes: foreseen(frame, rows, outcomes, 2).astype(int).tolist() for outcomes in (1, 2)}
     assert hits[1] == [[0, 0], [0, 0], [1, 1], [0, 0]]
     assert hits[2] == [[1, 0], [1, 1], [1, 1], [0, 0]], "what follows a whole draft was not recorded"
@@ -108,18 +114,30 @@ def test_outcomes_are_foreseen_by_the_draft_probabilities_after_the_accepted_tok
         foreseen(frame, rows[rows["forward"] != 2], 1, 2)
 
 
+def test_hits_of_ssd_are_counted_within_requests_and_of_shorter_drafts(tmp_path, monkeypatch):
+    frame, rows = recorded_chains()
+    monkeypatch.setattr(overlap, "load_replay", lambda folder: rows)
+    design = Overlap(2).of_design(of_steps(frame, "name", "draft_chain", "token"), frame, tmp_path)
+    assert design.left_out == "" and list(design.lengths) == [1]
+    assert design.hits.tolist() == [[3.0]] and design.draws(0).hit_rate(1).tolist() == [0.75]
+    monkeypatch.setattr(overlap, "load_replay", lambda folder: rows[:0])
+    assert (
+        "record=replay" in Overlap(2).of_design(of_steps(frame, "a", "draft_chain", "token"), frame, tmp_path).left_out
+    )
+
+
 @pytest.mark.parametrize(
-    ("proposer", "nodes", "overlap", "why"),
+    ("proposer", "nodes", "option", "why"),
     [
         ("eagle3", 3, "pearl", "hidden states"),
         ("draft_tree", 6, "pearl", "trees"),
         ("draft_chain", 1, "ssd:2", "one token"),
     ],
 )
-def test_designs_that_cannot_overlap_are_left_out(tmp_path, proposer, nodes, overlap, why):
+def test_designs_that_cannot_overlap_are_left_out(tmp_path, proposer, nodes, option, why):
     frame = steps({"nodes": nodes, "depth": min(nodes, 3), "accepted": 1})
     design = of_steps(frame, "name", proposer, "token", {"tree": "0 1 2"})
-    assert why in Overlap.parse(overlap).of_design(design, frame, tmp_path).left_out
+    assert why in Overlap.parse(option).of_design(design, frame, tmp_path).left_out
 
 
 @pytest.mark.parametrize("text", ["", "ssd", "ssd:0", "pearl:2", "mirror"])
@@ -144,14 +162,15 @@ class Sampled(Proposer):
         return Draft(shape, token, "iid", q, rows)
 
 
+@pytest.mark.nightly
 def test_the_command_projects_overlapped_drafting(tmp_path, capsys):
     out = tmp_path / "run"
     config = {"record": "replay", "verifier": {"_target_": "spec_lab.verify.Token"}}
     assert run(lab(temperature=1.0, proposer=Sampled()), settings(out, record="replay", record_top=61), config) == 0
     args = ["project", str(out), "--model", "llama-3.1-8b", "--draft", "llama-3.2-1b", "--out", str(tmp_path / "to")]
-    for overlap, lengths in (("pearl", [1, 2, 3]), (f"ssd:{VOCABULARY}", [1, 2])):
-        assert command([*args, "--overlap", overlap, "--batch", "1"]) == 0
+    for option, lengths in (("pearl", [1, 2, 3]), (f"ssd:{VOCABULARY}", [1, 2])):
+        assert command([*args, "--overlap", option, "--batch", "1"]) == 0
         cells = pd.read_csv(tmp_path / "to" / "projection.csv")
         assert cells["length"].tolist() == lengths
-        assert (cells["hit_rate"] == 1).all() == (overlap != "pearl"), "every token is among all tokens"
+        assert (cells["hit_rate"] == 1).all() == (option != "pearl"), "every token is among all tokens"
     assert "hit rate" in capsys.readouterr().out

@@ -115,7 +115,7 @@ def test_the_arms_of_a_run_are_designs(folder):
         ("ngram", "ngram", 2, True), ("longer", "ngram", 4, True), ("model", "draft_chain", 3, True),
     ]  # fmt: skip
     tables = metrics.load(folder)
-    for design, arm in zip(designs, ("repeat", "longer", "model"), strict=True):
+    for design, arm in zip(designs, ("ngram", "longer", "model"), strict=True):
         steps = metrics.decode_steps(tables.steps, arm)
         assert design.draws(0).tau(design.depth)[0] == pytest.approx(metrics.tau_pooled_raw(steps))
 
