@@ -120,6 +120,9 @@ def experts_in_words(arms: Mapping[str, Mapping[str, Any]], roofline: Roofline) 
         + "."
         for name, arm in arms.items() if (experts := arm.get("experts"))
     ]  # fmt: skip
+    timed = [name for name, arm in arms.items() if number((arm.get("roofline_share") or {}).get("mean"))]
+    if lines and (missing := [name for name in timed if not arms[name].get("experts")]):
+        lines.append(f"Experts not counted: {', '.join(missing)} (steps continue a draft of the target's own layers).")
     more = "" if lines else "; count_experts=true counts them"
     return [*lines, f"The roofline reads the experts that were counted, else as many as uniform choices would{more}."]
 

@@ -8,8 +8,11 @@ from spec_lab.decode.arm import Arm
 from spec_lab.decode.engine import fixed_group
 from spec_lab.decode.expert_counts import ExpertCounts
 from spec_lab.decode.recording import Recording
+from spec_lab.drafters.early_exit import EarlyExit
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
 from spec_lab.verify import Token
 from tests.propose.lab import draft_model, requests
@@ -74,6 +77,11 @@ def test_a_draft_that_is_all_accepted_reads_nothing_for_rejected_rows(target):
     steps, _ = decoded(target, proposer)
     whole = [info for info in steps if all(len(got.path) == 2 for got in info.committed)]
     assert whole and all(info.experts.rejected == [0, 0] for info in whole)
+
+
+def test_steps_that_continue_a_draft_of_the_target_s_own_layers_are_not_counted(target):
+    steps, _ = decoded(target, EarlyExit(target.lm, 1, TreePlan(parse("1x1"), "deterministic")))
+    assert all(info.experts is None for info in steps)
 
 
 def test_nothing_is_counted_unless_asked_for(target):

@@ -37,6 +37,9 @@ def test_means_are_over_the_steps_after_the_prefill_that_were_counted():
     )
     single = figures | {"effective": None}
     assert "among" not in experts_in_words({"medusa": {"experts": single}}, MIXTURE)[0]
+    share = {"roofline_share": {"mean": 0.1}}
+    lines = experts_in_words({"medusa": {"experts": figures}, "early_exit": {"experts": {}, **share}}, MIXTURE)
+    assert "not counted: early_exit" in lines[1]
     (line,) = experts_in_words({"medusa": {"experts": {}}}, MIXTURE)
     assert "count_experts=true" in line
 
