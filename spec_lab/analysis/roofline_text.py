@@ -59,6 +59,7 @@ def limits_in_words(facts: Mapping[str, Any] | None) -> str:
     if facts is None:
         return "unknown"
     limits, weights = facts["limits"], facts["work"]["weight_bytes"]
+    one = " of one row" if facts["work"].get("experts") else ""
     size = f"{limits['cache_bytes'] / 2**20:.3g} MiB" if limits["cache_bytes"] else ""
     cache = {
         True: f"they fit the last-level cache of {size}, whose bandwidth this is",
@@ -67,7 +68,7 @@ def limits_in_words(facts: Mapping[str, Any] | None) -> str:
     }[limits["fits_cache"]]
     return (
         f"{limits['bandwidth'] / 1e9:.3g} GB/s of reading, {limits['peak'] / 1e9:.3g} GFLOP/s of matrix products in "
-        f"{limits['peak_dtype']}; a forward reads {weights / 1e6:.3g} MB of weights; {cache}"
+        f"{limits['peak_dtype']}; a forward{one} reads {weights / 1e6:.3g} MB of weights; {cache}"
     )
 
 
@@ -123,8 +124,10 @@ def experts_in_words(arms: Mapping[str, Mapping[str, Any]], roofline: Roofline) 
     timed = [name for name, arm in arms.items() if number((arm.get("roofline_share") or {}).get("mean"))]
     if lines and (missing := [name for name in timed if not arms[name].get("experts")]):
         lines.append(f"Experts not counted: {', '.join(missing)} (steps continue a draft of the target's own layers).")
-    more = "" if lines else "; count_experts=true counts them"
-    return [*lines, f"The roofline reads the experts that were counted, else as many as uniform choices would{more}."]
+    rule = (
+        "The roofline reads the experts that were counted (count_experts=true), else as many as uniform choices would."
+    )
+    return [*lines, rule]
 
 
 def _percent(share: float | None) -> str:
