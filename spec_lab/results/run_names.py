@@ -36,8 +36,10 @@ def folder_name(overrides: Iterable[str], hashed: bool = False) -> str:
 
     It ends with a hash where it must, or if it is to be ``hashed``.
     """
-    text = ",".join(override.lstrip("+") for override in identifying(overrides)) or "default"
+    kept = identifying(overrides)
+    text = ",".join(override.lstrip("+") for override in kept) or "default"
     plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
     if len(plain) <= MAX_NAME and plain == text and not hashed:
         return plain
-    return f"{plain[: MAX_NAME - 13]}-{sha256(text.encode()).hexdigest()[:12]}"
+    whole = ",".join(kept) if hashed else text
+    return f"{plain[: MAX_NAME - 13]}-{sha256(whole.encode()).hexdigest()[:12]}"

@@ -28,13 +28,16 @@ def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
     sweep.mkdir(parents=True, exist_ok=True)
     with file_lock(sweep / ".sweep.lock"):
         asked = _asked(sweep)
+        unlisted = {run.overrides: run.folder.name for run in _unlisted(sweep, asked)}
         known, new = {*asked.values()}, dict.fromkeys(map(identifying, jobs))
         every = [set(overrides) for overrides in (*asked.values(), *new)]
         shared = set.intersection(*every) if len(every) > 1 else set()
         for overrides in new:
             if overrides not in known:
                 varied = [text for text in overrides if text not in shared]
-                asked[_free_name(overrides, asked, folder_name(varied))] = overrides
+                taken = {*asked, *unlisted.values()}
+                name = unlisted.get(overrides) or _free_name(overrides, taken, folder_name(varied))
+                asked[name] = overrides
         listed = [{"folder": name, "overrides": given} for name, given in asked.items()]
         write_json(sweep / "sweep.json", {"runs": listed})
 
@@ -113,10 +116,13 @@ def runs(sweep: Path) -> list[RunState]:
         what = "holds a single run" if is_run(sweep) else "holds no sweep" if sweep.is_dir() else "does not exist"
         raise ValueError(f"{sweep} {what}; a sweep is created by --multirun with output_dir=DIR and has a sweep.json")
     asked = _asked(sweep)
+    return [look(sweep / name, given) for name, given in asked.items()] + _unlisted(sweep, asked)
+
+
+def _unlisted(sweep: Path, asked: Collection[str]) -> list[RunState]:
+    """Return the runs that ``sweep.json`` does not list: it was removed, or a sweeper plans while it runs."""
     others = (path for path in sorted(sweep.iterdir()) if path.name not in asked and path.is_dir())
-    # from a sweeper that plans while it runs
-    unlisted = [path for path in others if is_run(path) or (path / "ended.json").is_file()]
-    return [look(sweep / name, given) for name, given in asked.items()] + [look(path) for path in unlisted]
+    return [look(path) for path in others if is_run(path) or (path / "ended.json").is_file()]
 
 
 def collect(sweep: Path) -> pd.DataFrame:

@@ -102,6 +102,18 @@ def test_a_new_run_is_named_by_what_varies_and_keeps_its_name(tmp_path):
     assert len({*sweep.folders(tmp_path, [*few, *more, *alike])}) == 4
 
 
+def test_runs_of_a_sweep_whose_list_is_lost_keep_their_folders(tmp_path):
+    jobs = [["proposer.depth=2", "seed=1"], ["proposer.depth=4", "seed=1"]]
+    sweep.plan(tmp_path, jobs)
+    named = sweep.folders(tmp_path, jobs)
+    for run_folder, job in zip(named, jobs, strict=True):
+        run_folder.mkdir()
+        run_state.end(run_folder, job, "", 0, 1.0)
+    (tmp_path / "sweep.json").unlink()
+    sweep.plan(tmp_path, [*jobs, ["proposer.depth=4", "seed=2"]])
+    assert sweep.folders(tmp_path, jobs) == named
+
+
 def test_concurrent_plans_lose_nothing(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda seed: sweep.plan(tmp_path, [[f"seed={seed}"]]), range(24)))
