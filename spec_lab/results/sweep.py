@@ -31,13 +31,13 @@ def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
         unlisted = {run.overrides: run.folder.name for run in _unlisted(sweep, asked)}
         known, new = {*asked.values()}, dict.fromkeys(map(identifying, jobs))
         every = [set(overrides) for overrides in (*asked.values(), *new)]
-        shared = set.intersection(*every) if len(every) > 1 else set()
+        shared, taken = set.intersection(*every) if len(every) > 1 else set(), {*asked, *unlisted.values()}
         for overrides in new:
             if overrides not in known:
                 varied = [text for text in overrides if text not in shared]
-                taken = {*asked, *unlisted.values()}
                 name = unlisted.get(overrides) or _free_name(overrides, taken, folder_name(varied))
                 asked[name] = overrides
+                taken.add(name)
         listed = [{"folder": name, "overrides": given} for name, given in asked.items()]
         write_json(sweep / "sweep.json", {"runs": listed})
 
