@@ -84,7 +84,7 @@ def feed_options(arguments: list[str]) -> int:
 # Run folders ---------------------------------------------------------------------------------------------------------
 
 SWEEP = ["--multirun", "--config-dir=own", "+experiment=mine", "seed=1,2", "output_dir=swept"]
-ONE, TWO = "swept/experiment=mine,seed=1", "swept/experiment=mine,seed=2"
+ONE, TWO = "swept/seed=1", "swept/seed=2"
 
 
 def make_runs(folder: Path) -> None:
