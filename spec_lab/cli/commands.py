@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -25,18 +26,28 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     """Run a sub-command; return the exit code. Errors are printed in one line."""
     console = console or Console(markup=False)
     if arguments[0] not in COMMANDS:
-        known = ", ".join((*COMMANDS, *SHORT))
-        print(
-            f"spec_lab: unknown command {arguments[0]}; commands are {known}; "
-            "+experiment=NAME runs an experiment, NAME=VALUE sets an option",
-            file=sys.stderr,
-        )
+        print(f"spec_lab: {unknown(arguments)}", file=sys.stderr)
         return 2
     given = parser()[0].parse_args(arguments)
     try:
         return COMMANDS[given.command](given, console)
     except (OSError, ValueError, run_state.Locked) as error:
         return refuse(error)
+
+
+def unknown(arguments: Sequence[str]) -> str:
+    """Return that there is no such command, and what was probably meant."""
+    name, *others = arguments
+    if others and others[0].startswith("="):
+        value = others[0].removeprefix("=") or "".join(others[1:2])
+        return f"{name} is no command: write {name}={value} without spaces"
+    known = (*COMMANDS, *SHORT)
+    if near := get_close_matches(name, known, 1):
+        return f"unknown command {name}; did you mean {near[0]}?"
+    return (
+        f"unknown command {name}; commands are {', '.join(known)}; +experiment=NAME runs an experiment, NAME=VALUE "
+        "sets an option"
+    )
 
 
 def complete(line: str) -> tuple[list[str], bool]:

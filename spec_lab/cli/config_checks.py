@@ -71,11 +71,14 @@ RENAMED = {
 }
 """Options that have another name now, by their former one."""
 
+RENAMED_GROUPS = ("beside",)
+"""Those of them that hold options."""
+
 
 def renamed(option: str) -> str:
     """Why an option has no effect: it has another name now. Empty of an option that was not renamed."""
     for old, new in RENAMED.items():
-        if option == old or option.startswith(f"{old}."):
+        if option == old or (old in RENAMED_GROUPS and option.startswith(f"{old}.")):
             return f"{option} is now called {new + option.removeprefix(old)}"
     return ""
 

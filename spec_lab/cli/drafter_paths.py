@@ -6,6 +6,7 @@ of every drafter and its pair with the target's, then the names and sizes of wei
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from spec_lab.models.configs import ModelSizes, model_sizes
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.hub import CheckpointFiles, open_checkpoint, open_drafter
 from spec_lab.models.smollm2 import smollm2_file
+
+LOG = logging.getLogger(__name__)
 
 B = TypeVar("B")
 TARGET = "spec_lab.models.target.Target.load"
@@ -52,6 +55,7 @@ def check_drafters(config: DictConfig) -> None:
     named = list(_named(config))
     if not named:
         return
+    LOG.info("Reading the files of drafters")
     try:
         sizes = _sizes(config.get("target") or {})
     except (OSError, ValueError):

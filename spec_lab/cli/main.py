@@ -103,7 +103,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
         if not equals:
             continue
         if not option.lstrip("+~").partition("@")[0]:
-            raise ValueError(f"{argument} names no option: write NAME=VALUE")
+            raise ValueError(f"{argument} names no option: write NAME=VALUE without spaces")
         try:
             read = OverridesParser.create().parse_rule(argument, "override")
         except HydraException as error:
@@ -280,6 +280,8 @@ def command_line() -> None:
         if not hydras_too:
             return
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
+    if sys.argv[1:2] == ["help"]:  # help COMMAND is COMMAND --help
+        sys.argv[1:] = [*sys.argv[2:], "--help"]
     if sys.argv[1:2] and sys.argv[1] in ("train", "check", "check-drafter", "recommend"):
         from spec_lab.cli.commands import SHORT
 

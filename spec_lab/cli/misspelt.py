@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NamedTuple
 
 from hydra.errors import HydraException
@@ -76,6 +77,9 @@ def suggestion(error: HydraException, overrides: Sequence[str], composer: Compos
     if re.match("Ambiguous value", str(error)):
         return f"{first} has several values: add --multirun to run each, or write one list, as in NAME=[A,B]"
     if first and "=" not in first and not first.startswith("~"):
+        if Path(first).exists() or re.match("(?!hydra/).*/", first):
+            named = f"proposer.path={first} for a drafter, target.path={first} for a model"
+            return f"{first} has no option before it: a folder? write {named}"
         return f"{first} has no value: write {first}=VALUE"
     option = first.lstrip("+~").partition("=")[0]
     if config is None or not re.match(r"Could not (override|delete)", str(error)):
@@ -121,6 +125,8 @@ def of_choice(group: str, name: str, known: Sequence[str]) -> str:
         known: names of its options.
     """
     given = f"{group}={name}"
+    if group == "prompts" and name.endswith(".jsonl"):
+        return f"{given} is not an option of conf/prompts; your own file: prompts=jsonl prompts.path={name}"
     near = get_close_matches(name, known, 2)
     plus = "+" * (group == "experiment")
     if near:

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -23,15 +23,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab.cli import interrupt, search
-from spec_lab.cli.config_checks import groups
-from spec_lab.cli.redaction import blank, overrides_of
-from spec_lab.cli.refusals import reason
+from spec_lab.cli.config_checks import CHECK, STREAM, check_options, groups
+from spec_lab.cli.redaction import blank, overrides_of, without_values
+from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import Folder, accept, brief, whole
 from spec_lab.models import ranks
-from spec_lab.results import run_names, sweep
+from spec_lab.results import run_names, run_state, sweep
 
 MAX_RUNS = 100_000
 """Maximum number of runs of a sweep."""
+
+MAX_COMPOSED = 100
+"""Maximum number of runs of a sweep that are composed before the first one begins, but for choices of config groups."""
 
 MAX_WORKERS = 1024
 """Maximum number of processes of ``hydra/launcher=joblib``."""
@@ -77,13 +80,9 @@ class Preflight(Callback):
                 "spec_lab: under torchrun the runs of a sweep cannot run in parallel: set hydra/launcher=basic"
             )
         _check_folders(config, "hydra.sweep.dir")
-        files = {*groups(), "experiment"}
-        chosen = {
-            override: job for job in jobs for override in job if run_names.key(override).partition("@")[0] in files
-        }
         try:
             search.check(config)
-            for overrides in [*chosen.values(), *jobs[:1]]:
+            for overrides in _first_uses(jobs, {*groups(), "experiment"}):
                 check_composed(config, overrides)
             sweep.plan(out, jobs)
         except HydraException as error:
@@ -123,15 +122,30 @@ class Preflight(Callback):
             raise SystemExit(code)
 
 
+def _first_uses(jobs: Iterable[Sequence[str]], files: Collection[str]) -> Iterator[list[str]]:
+    """Yield the first of a sweep's runs, and each with a value that no run before it has: all that choose another file
+    of a config group (``files``), and others up to ``MAX_COMPOSED``.
+    """
+    seen, composed = set[str](), 0
+    for number, overrides in enumerate(jobs):
+        new = {*overrides} - seen
+        chosen = any(run_names.key(override).partition("@")[0] in files for override in new)
+        if not number or chosen or (new and composed < MAX_COMPOSED):
+            seen |= new
+            composed += 1
+            yield [*overrides]
+
+
 def check_composed(config: DictConfig, overrides: list[str]) -> None:
-    """Compose a run of a sweep.
+    """Compose a run of a sweep, and check its options as the run itself does first.
 
     Raises:
         HydraException: it has no such option.
+        SystemExit: an option that nothing reads, or a value that an option cannot have.
         ValueError: a config file of the user's is no YAML, its defaults lead back to itself, ...
     """
     try:
-        GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
+        composed = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
     except HydraException:
         raise
     except Exception as error:  # of YAML, OmegaConf or Hydra
@@ -139,6 +153,13 @@ def check_composed(config: DictConfig, overrides: list[str]) -> None:
             f"the configs of {' '.join(overrides)[:300]} cannot be composed ({reason(error)[:300]}): correct the file "
             "or leave it out"
         ) from error
+    composed = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    try:
+        check_options(composed)
+    except Refused as error:
+        raise SystemExit(without_values(composed, str(error))) from error
+    except OmegaConfBaseException:  # of an interpolation, which may be resolved in the run only: there it is refused
+        pass
 
 
 def check_sweeper(config: DictConfig) -> None:
@@ -228,9 +249,18 @@ def check_name(given: Any) -> None:
 
 
 def _check_folders(config: DictConfig, option: str) -> list[Path]:
-    """Check ``output_dir``, and Hydra's option where it names another folder; return those that are missing."""
+    """Check ``output_dir``, and Hydra's option where it names another folder; return those that are missing.
+
+    Raises:
+        SystemExit: one cannot be written to, or is not empty and holds no run.
+    """
     out, hydra_dir = config.get("output_dir"), OmegaConf.select(config, option)
-    return check_writable(out) + (check_writable(hydra_dir, option) if str(hydra_dir) != str(out) else [])
+    missing = check_writable(out) + (check_writable(hydra_dir, option) if str(hydra_dir) != str(out) else [])
+    writes = OmegaConf.select(config, "task._target_") not in (CHECK, STREAM)
+    if writes and run_state.is_unrelated(Path(str(hydra_dir))):
+        name = "output_dir" if str(hydra_dir) == str(out) else option
+        raise SystemExit(f"spec_lab: {name}={hydra_dir} is not a run's folder and not empty: choose a new {name}=DIR")
+    return missing
 
 
 def check_writable(out: Any, option: str = "output_dir") -> list[Path]:

@@ -53,6 +53,15 @@ LOG = logging.getLogger(__name__)
 REUSED = ProcessCache()
 """Cache that the runs of this process share, above all those of a sweep; it is passed to the parts."""
 
+ONE_TURN = {
+    "spec_lab.tasks.check_drafter.check": "check_drafter",
+    "spec_lab.tasks.constraint_distance.task.measure": "constraint_distance",
+    "spec_lab.tasks.serve.serve": "serve_trace",
+    "spec_lab.tasks.train_online.train_online": "train_online",
+    "spec_lab.tasks.verifier_study.study_verifiers": "verifier_study",
+}
+"""Names of the tasks that decode one answer for each prompt."""
+
 
 def with_trees(config: DictConfig, trees: Mapping[str, str | int]) -> DictConfig:
     """Return the config with the trees that the run calibrated, and the depths that it chose, when it began, so that a
@@ -127,6 +136,19 @@ def check_tried(config: DictConfig) -> None:
         raise ValueError(f"task.drafters={brief(drafters)}: {error}") from error
 
 
+def check_turns(config: DictConfig, prompts: Sequence[Any]) -> None:
+    """Refuse conversations of several turns for a task that decodes first turns only, before any weights are read.
+
+    Raises:
+        ValueError: there is one.
+    """
+    from spec_lab.text.prompts import check_one_turn
+
+    task = config.task
+    if task.get("_target_") in ONE_TURN and task.get("answers_from") is None:
+        check_one_turn(prompts, f"task={ONE_TURN[task._target_]}")
+
+
 def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str) -> Target:
     """Return the target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
@@ -137,6 +159,7 @@ def _prepare(
     config: DictConfig, out: Path, overrides: Sequence[str] | None, retried: bool
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Build the task, the lab, its settings, and the config as it is written to files."""
+    LOG.info("Importing transformers")
     from spec_lab.cli.drafter_paths import check_drafters
     from spec_lab.results.manifest import begun_dtype, begun_trees, digest
     from spec_lab.tasks.lab import Lab, Settings
@@ -153,6 +176,7 @@ def _prepare(
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker, metrics = build(config, "prompts"), build(config, "tracker"), own_metrics(config)
+    check_turns(config, prompts)
     check_drawing(config, verifier)
     if verifier.invalid_text:
         LOG.warning("verifier=%s accepts any drafted token: every text of this run is INVALID", verifier.name)
@@ -160,7 +184,6 @@ def _prepare(
     dtype = None if settings.overwrite else begun_dtype(out, shown, identity)
     if dtype is not None and OmegaConf.select(config, "target.dtype") == "auto":
         OmegaConf.update(config, "target.dtype", dtype)
-    LOG.info("Reading the files of drafters")
     try:
         check_drafters(config)
         check_tried(config)
@@ -201,7 +224,9 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None,
         from spec_lab.cli.check import check_parts  # what a run needs besides takes a while to import
 
         return check_parts(config)
-    import torch
+    with Status():
+        LOG.info("Importing torch")
+        import torch
 
     threads = torch.get_num_threads()
     try:

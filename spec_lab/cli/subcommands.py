@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from rich.console import Console
 
 from spec_lab.analysis import console as terminal
@@ -23,6 +23,9 @@ from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
 from spec_lab.results import run_names, run_state, sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 say = partial(terminal.say, wrap=False)
 
@@ -35,11 +38,23 @@ def refuse(error: object) -> int:
     return 1
 
 
+def _check_there(folders: Sequence[Path]) -> None:
+    """Refuse folders that do not exist, before anything is imported that takes a while.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for folder in folders:
+        if not folder.exists():
+            raise ValueError(f"{folder} does not exist: name the output directory of a run or sweep")
+
+
 def _for_each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
     """Call ``what`` for each folder; print errors and continue with the next folder. Return the largest exit code."""
     code = 0
     for folder in folders:
         try:
+            _check_there([folder])
             with sweep.reading(folder):
                 code = max(code, what(folder))
         except (OSError, ValueError, run_state.Locked) as error:
@@ -106,6 +121,7 @@ def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
 
 def _compare(given: argparse.Namespace, console: Console) -> int:
     """Compare runs or sweeps, and print which differences are significant."""
+    _check_there(given.folders)
     from spec_lab.analysis.compare import as_frame, compare
     from spec_lab.analysis.console import show
     from spec_lab.analysis.report import write_comparison
@@ -126,6 +142,7 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
 
 def _project(given: argparse.Namespace, console: Console) -> int:
     """Project the speed-up of recorded designs to other hardware; write tables and heat maps."""
+    _check_there(given.folders)
     from spec_lab.analysis import projection
 
     batches = None if given.batch is None else _numbers("--batch", given.batch)
@@ -212,9 +229,10 @@ def _write_table(file: Path, text: str) -> None:
 
 def _report(given: argparse.Namespace, console: Console) -> int:
     """Write report.html and figures (PNG, SVG) into the directory of a run of any task, or of a sweep."""
-    from spec_lab.analysis.report import write
 
     def report(folder: Path) -> int:
+        from spec_lab.analysis.report import write
+
         say(console, f"{write(folder)}, and figures in the same folder")
         return 0 if run_state.is_run(folder) else _unreadable(folder)
 
@@ -223,6 +241,7 @@ def _report(given: argparse.Namespace, console: Console) -> int:
 
 def _replay(given: argparse.Namespace, console: Console) -> int:
     """Evaluate verifiers, draft trees and draft temperatures on the distributions that a run has recorded."""
+    _check_there([given.folder])
     from spec_lab.replay.designs import Options
     from spec_lab.replay.replay_tables import print_table, print_trace, replay, trace
 
@@ -245,6 +264,7 @@ def _replay(given: argparse.Namespace, console: Console) -> int:
 
 def _bounds(given: argparse.Namespace, console: Console) -> int:
     """Print how close verifiers come to the optimum on recorded draft trees, and where the other tokens are lost."""
+    _check_there([given.folder])
     from spec_lab.replay.bounds import of_run, table
     from spec_lab.replay.replay_tables import print_bounds
 
@@ -259,9 +279,10 @@ def _bounds(given: argparse.Namespace, console: Console) -> int:
 
 def _samples(given: argparse.Namespace, console: Console) -> int:
     """Write a run's answers to HumanEval or LiveCodeBench for their own evaluators; nothing is executed."""
-    from spec_lab.analysis.samples import write_samples
 
     def write_answers(folder: Path) -> int:
+        from spec_lab.analysis.samples import write_samples
+
         for file in write_samples(folder):
             say(console, str(file))
         return 0
@@ -271,11 +292,11 @@ def _samples(given: argparse.Namespace, console: Console) -> int:
 
 def _track(given: argparse.Namespace, console: Console) -> int:
     """Upload runs to Weights & Biases from their files, in any state."""
-    from spec_lab.analysis.tracking import track_all
-
     _check_owner(given)
 
     def upload(folder: Path) -> int:
+        from spec_lab.analysis.tracking import track_all
+
         for line in track_all(folder, given.project, given.entity, given.mode):
             say(console, line)
         return 0
@@ -303,10 +324,15 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
 
 def _convert(given: argparse.Namespace, console: Console) -> int:
     """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
+    source, is_gguf = Path(given.checkpoint), given.out.suffix == ".gguf"
+    if not is_gguf and (weights := [*source.glob("model.safetensors*")]):
+        raise ValueError(
+            f"{source} has {weights[0].name}: there is nothing to convert, set proposer.path={source}; to write a "
+            "model as GGUF, let the name of OUT end in .gguf"
+        )
     from spec_lab.drafters.pickled import convert_pickled, fetched_pickles, pickled_files
     from spec_lab.models.checkpoint import PICKLES
 
-    source, is_gguf = Path(given.checkpoint), given.out.suffix == ".gguf"
     if not source.exists() and not is_gguf and source.suffix not in PICKLES:  # a hub name
         source = fetched_pickles(given.checkpoint, given.revision)
     whole = source.is_dir() and is_gguf  # a model, whatever its weights are saved as

@@ -16,6 +16,8 @@ SECONDS = 30.0
 """Time between two lines."""
 
 LINE = "{desc}: {n:.0f}/{total_fmt}{unit}s, {rate_fmt}, {elapsed} elapsed, {remaining} left{postfix}"
+UNBOUNDED_LINE = "{desc}: {n:.0f}{unit}s, {rate_fmt}, {elapsed} elapsed{postfix}"
+"""Where the total is not known, and with it the time left."""
 
 
 class Repeated:
@@ -43,7 +45,8 @@ class Repeated:
 
 class Progress(tqdm):
     """A bar of tqdm on standard error; where that is no terminal, a line every ``SECONDS`` with what is done, of how
-    much, the rate and the time left. The lines come also while a single unit of the work takes long.
+    much, the rate and, where the total is known, the time left. The lines come also while a single unit of the work
+    takes long.
 
     Args:
         given: as in ``tqdm``.
@@ -75,7 +78,9 @@ class Progress(tqdm):
     def format_dict(self) -> Any:
         """The state of the bar; where more was done than was expected, all of it is done and no time is left."""
         state = super().format_dict
-        return state | {"n": min(state["n"], state["total"])} if state["total"] else state
+        if state["total"]:
+            return state | {"n": min(state["n"], state["total"])}
+        return state | {"bar_format": UNBOUNDED_LINE} if self.lines else state
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Draw the bar; nothing where lines are printed."""

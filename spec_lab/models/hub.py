@@ -172,6 +172,7 @@ class CheckpointFiles:
 
 def _refusal(path: str, name: str, revision: str | None, error: Exception) -> OSError | WrongOption:
     """Return the error that says why a file of the hub cannot be had, and what to do."""
+    no_folder = f"there is no folder {path} here, and " * (name == CONFIG)  # the first file that is asked for
     if isinstance(error, RevisionNotFoundError):
         return WrongOption(f"revision must be a branch, tag or commit of {path}, which has no {brief(revision)}")
     if isinstance(error, GatedRepoError):
@@ -186,14 +187,14 @@ def _refusal(path: str, name: str, revision: str | None, error: Exception) -> OS
         )
     if is_offline_mode():
         return OSError(
-            f"{name} of {path} is not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE=1 allows no "
-            "download: run once without it, or name another cache by HF_HOME"
+            f"{no_folder}{name} of {path} is not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE=1 "
+            "allows no download: run once without it, or name another cache by HF_HOME"
         )
     if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
         return OSError(f"{path} holds no {name}: give the hub name of a model or drafter whose files lie at its top")
     return OSError(
-        f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
-        "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
+        f"{no_folder}{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when "
+        "the hub can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
     )
 
 

@@ -47,6 +47,12 @@ QUEUED = {"engine": str, "job": str, "?failure": str, "?lost": str}
 """The shape of ``queued.json``; "lost" is an earlier name of "failure"."""
 
 
+BEGUN = {
+    ".lock", ".sweep.lock", "ended.json", "manifest.json", "multirun.yaml", "parts", "queued.json", "study.jsonl",
+    "sweep.json",
+}  # fmt: skip
+"""Names of files and folders of runs and sweeps that have begun, and of what is left of them."""
+
 @dataclass(frozen=True)
 class RunState:
     """One run of a sweep.
@@ -77,6 +83,13 @@ class RunState:
 def is_run(folder: Path) -> bool:
     """Return whether the folder holds a run, in any state."""
     return (folder / "manifest.json").is_file()
+
+
+def is_unrelated(folder: Path) -> bool:
+    """Return whether the folder holds files, hidden ones aside, and neither a run or a sweep in any state, nor rows."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    rows = any(name.endswith(".parquet") for name in names)
+    return any(name[0] != "." for name in names) and not rows and not names & BEGUN
 
 
 class Locked(Exception):

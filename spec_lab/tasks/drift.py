@@ -12,7 +12,7 @@ from spec_lab.core.options import WrongOption
 from spec_lab.core.request import Request
 from spec_lab.decode.step import StepInfo
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.text.prompts import Prompt, digest
+from spec_lab.text.prompts import Prompt, check_one_turn, digest
 
 COUNTS = {
     "decode_steps": (pa.int64(), "of steps, those after the prefill"),
@@ -69,7 +69,7 @@ class RequestStream:
             raise WrongOption("drift_at requires prompts after the change: add +prompts@task.drift=NAME")
         labs = [lab] if drift is None else [lab, replace(lab, prompts=drift)]
         for part in labs:
-            part.check_one_turn(task)
+            check_one_turn(part.prompts, task)
         known = [part.requests(settings) for part in labs]
         total = sum(map(len, known)) if count is None else count
         sizes = [total]

@@ -300,17 +300,6 @@ class Lab:
                         "max_new_tokens, or max_prompt_tokens"
                     )
 
-    def check_one_turn(self, task: str) -> None:
-        """Refuse conversations of several turns, for a task that decodes first turns only.
-
-        Raises:
-            ValueError: there is one.
-        """
-        if several := next((prompt.name for prompt in self.prompts if prompt.later), None):
-            raise ValueError(
-                f"{task} decodes one answer for each prompt, and '{several}' has several turns: set prompts.turns=1"
-            )
-
     def shown(self, request: Request, tokens: Sequence[int]) -> str:
         """An output as text: without special tokens, without what was healed, cut where a stop string begins."""
         if self.pieces is not None and (request.healed or request.stop_strings):

@@ -206,3 +206,15 @@ def checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:
             )
         seen[prompt.name] = line
     return list(prompts.values())
+
+
+def check_one_turn(prompts: Sequence[Prompt], task: str) -> None:
+    """Refuse conversations of several turns, for a task that decodes first turns only.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if several := next((prompt.name for prompt in prompts if prompt.later), None):
+        raise ValueError(
+            f"{task} decodes one answer for each prompt, and '{several}' has several turns: set prompts.turns=1"
+        )

@@ -25,5 +25,6 @@ def test_its_examples_compose():
 def test_help_after_options_explains_them(cli):
     code, output, _ = cli("proposer=ngram", "--help")
     assert code == 0 and "proposer.max_ngram" in output and "proposer.tree" not in output
+    assert cli("help", "proposer=ngram") == (0, output, "")
     code, _, errors = cli("proposer=ngrm", "--help")
     assert code == 1 and "did you mean proposer=ngram" in errors

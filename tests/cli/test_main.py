@@ -18,6 +18,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import conf, option_names, top_level_options, zoo
+from spec_lab.cli.start import ONE_TURN
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
@@ -257,6 +258,31 @@ def test_training_on_a_gguf_file_is_refused_before_torch_is_imported(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1 and "hidden states of a model of transformers" in done.stderr, done.stderr
     assert "Assertion" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        ("report runs/frist", "spec_lab.analysis.report"), ("compare sweeps/dept", "spec_lab.analysis.compare"),
+        ("replay runs/frist", "spec_lab.replay.designs"), ("bounds runs/frist", "spec_lab.replay.bounds"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_does_not_exist_is_refused_before_anything_heavy_is_imported(cli, monkeypatch, words, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, errors = cli(*words.split())
+    assert code == 1 and errors.startswith(f"spec_lab: {words.split()[1]} does not exist: ")
+
+
+def test_prompts_of_several_turns_are_refused_before_the_target_is_loaded(cli, caplog):
+    given = ["task=check_drafter", "proposer=ngram", "prompts=mt_bench", "prompts.limit=1"]
+    code, _, errors = cli(*given, "target.path=/nowhere", "output_dir=here")
+    assert code == 1 and "task=check_drafter decodes one answer" in errors and "set prompts.turns=1" in errors
+    assert caplog.messages == ["Importing torch", "Importing transformers"]
+
+
+def test_tasks_that_decode_one_turn_are_those_of_the_configs():
+    files = {name: Path(conf(), "task", f"{name}.yaml") for name in ONE_TURN.values()}
+    assert {OmegaConf.load(file)._target_: name for name, file in files.items()} == ONE_TURN
 
 
 @pytest.mark.figures

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spec_lab.cli.commands import command
 from spec_lab.cli.main import check_composition, check_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,12 +49,30 @@ def check(arguments):
         ("zzzzzz=1", "spec-lab explain lists all"),
         ("seed=1,2", "--multirun"),
         ("proposer.depth", "proposer.depth=VALUE"),
+        ("heads/eagle3", "a folder? write proposer.path=heads/eagle3"),
+        ("prompts=data/mybench.jsonl", "prompts=jsonl prompts.path=data/mybench.jsonl"),
+        ("prompt.limit=4", "prompts.limit=4?"),
+        ("seed=1 proposer.depth = 2", "without spaces"),
     ],
 )
 def test_what_was_meant_is_said_in_one_line(overrides, meant):
     with pytest.raises(ValueError) as refused:
         check(overrides.split())
     assert meant in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("proposer = ngram", "write proposer=ngram without spaces"),
+        ("proposer =ngram seed=1", "write proposer=ngram without spaces"),
+        ("recomend", "unknown command recomend; did you mean recommend?"),
+        ("xyzzy", "commands are state, collect, "),
+    ],
+)
+def test_what_is_no_command_is_answered_with_what_was_meant(words, meant, capsys):
+    assert command(words.split()) == 2
+    assert meant in capsys.readouterr().err
 
 
 def test_overrides_that_compose_pass():

@@ -3,7 +3,7 @@
 import pytest
 
 from spec_lab.cli import preflight
-from spec_lab.results import sweep
+from spec_lab.results import run_state, sweep
 
 
 @pytest.fixture
@@ -72,6 +72,8 @@ def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_
         ("seed=glob(*)", "seed=glob(*)"),
         ("seed=interval(1,3)", "interval ... hydra/sweeper=search"),
         ("seed=range(0,5,0)", "seed=range(0,5,0): "),
+        ("seed=2,-1", "seed must be ... -1"),
+        ("proposer.max_depth=2,x", "proposer.max_depth must be ... 'x'"),
         ("seed=range(0,1000000000000)", f"{preflight.MAX_RUNS} runs"),
         ("verifier=choice(token,tokn)", "verifier=tokn is not an option of conf/verifier; did you mean verifier=token"),
         ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size ... 1 or more"),
@@ -89,6 +91,36 @@ def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sw
     assert code == 1
     assert all(fact in printed for fact in message.split(" ... ")) and "Traceback" not in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_composed_for_each_choice_and_for_a_bounded_number_of_other_values(monkeypatch):
+    monkeypatch.setattr(preflight, "MAX_COMPOSED", 2)
+    jobs = [[f"proposer={name}", f"seed={seed}"] for name in ("ngram", "sam") for seed in range(3)]
+    assert [*preflight._first_uses(jobs, {"proposer"})] == [jobs[0], jobs[1], jobs[3]]
+    assert [*preflight._first_uses([[]], {"proposer"})] == [[]]
+
+
+@pytest.mark.parametrize("many", [[], ["--multirun"]])
+def test_a_folder_of_other_files_is_refused_as_output_dir(cli, tmp_path, many):
+    (tmp_path / "filled").mkdir()
+    (tmp_path / "filled" / "notes.txt").touch()
+    code, _, errors = cli("output_dir=filled", *many)
+    assert code == 1 and "output_dir=filled is not a run's folder and not empty: choose a new output_dir=DIR" in errors
+    assert [file.name for file in (tmp_path / "filled").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("names", "unrelated"),
+    [
+        ([], False), ([".git"], False), ([".git", "notes.txt"], True), (["notes.txt", "manifest.json"], False),
+        (["notes.txt", ".lock"], False), (["swept", "sweep.json"], False), (["steps.parquet"], False),
+    ],
+)  # fmt: skip
+def test_a_folder_is_unrelated_if_it_holds_files_and_nothing_that_a_run_begins_with(tmp_path, names, unrelated):
+    for name in names:
+        (tmp_path / name).touch()
+    assert run_state.is_unrelated(tmp_path) == unrelated
+    assert not run_state.is_unrelated(tmp_path / "missing")
 
 
 def test_an_unresolved_interpolation_is_named_with_its_option(flat_cli, tmp_path):

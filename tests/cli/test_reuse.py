@@ -35,7 +35,7 @@ RUNS = {
     "match": [
         "override /proposer: draft_tree", "override /sampling: temperature_1", "override /verifier: match", "seed: 7",
     ],
-    "fails": ["override /proposer: draft_chain", "threads: 2", "proposer: {depth: none}"],
+    "fails": ["override /proposer: draft_chain", "threads: 2", "proposer: {path: nowhere}"],
 }  # fmt: skip
 """Runs that differ in everything that could leak through a process; one of them fails."""
 COMMON = [

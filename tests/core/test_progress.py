@@ -41,6 +41,16 @@ def test_a_log_has_a_line_with_what_is_done_of_how_much_the_rate_and_the_time_le
     assert re.fullmatch(r"run: 2/8 prompts, .*prompt.*, [\d:]+ elapsed, [\d:]+ left, 13 tokens/s", line), line
 
 
+def test_without_a_total_no_time_left_is_printed(log):
+    file, printed = log()
+    with Progress(desc="check", unit="reading") as bar:
+        bar.update(1)
+        printed.clear()
+        assert printed.wait(60)
+    line = file.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"check: 1 readings, .*reading.*, [\d:]+ elapsed", line), line
+
+
 def test_units_of_an_earlier_run_are_done_and_do_not_count_for_the_rate():
     with Progress(total=8) as bar:
         bar.tick(6, kept=True)

@@ -160,7 +160,7 @@ def test_shards_are_joined(tmp_path):
             pickled_files(index.parent)
 
 
-def test_a_folder_with_safetensors_is_not_one_of_pickled_weights(tmp_path):
+def test_a_folder_with_safetensors_is_not_one_of_pickled_weights(tmp_path, capsys):
     file = saved(tmp_path / "source", "pytorch_model.bin", *eagle1(H, VOCABULARY))
     assert pickled_files(file.parent) == [file]
     saved(file.parent, "training_args.bin", {}, {})
@@ -170,6 +170,7 @@ def test_a_folder_with_safetensors_is_not_one_of_pickled_weights(tmp_path):
         pickled_files(file.parent)
     (file.parent / "model.safetensors").touch()
     assert pickled_files(file.parent) == []
+    refused(capsys, file.parent, tmp_path / "out", f"nothing to convert ... proposer.path={file.parent}")
     assert pickled_files(file) == [file]
     assert pickled_files(tmp_path / "some" / "name") == []
 

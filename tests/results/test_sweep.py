@@ -542,7 +542,7 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli
 def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     """The sweep has a finished run, a failed one, a stopped one and one that another process holds."""
     decoded.stop = (1,)
-    code, *_ = cli("--multirun", *tiny, "prompts.limit=1,nothing,2,3")
+    code, *_ = cli("--multirun", *tiny, "prompts.limit=1,'${oc.env:NOTHING}',2,3")
     assert code == 130
     done, *_, never = sweep.runs(tmp_path / "swept")
     never.folder.mkdir(exist_ok=True)
@@ -552,8 +552,8 @@ def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     (table, _, summed) = output.partition("swept: ")
     told = {words[0]: words[1:] for line in table.splitlines() if (words := line.split())}
     assert told["limit=1"][:2] == ["done", "1/1"]
-    assert told["limit=nothing"][:2] == ["failed", "0/?"]
-    assert "prompts.limit must be a whole number" in output
+    assert told["limit='${oc.env:NOTHING}'"][:2] == ["failed", "0/?"]
+    assert "'NOTHING' not found" in output
     assert told["limit=2"] == ["pending", "1/2"]
     assert told["limit=3"][:1] == ["running"]
     assert summed.startswith("1 done, 1 running, 1 failed, 1 pending")

@@ -221,21 +221,23 @@ class Read(Repeat):
         })  # fmt: skip
 
 
-def tried(right, build=lambda changed: Read(**changed), prompts=None):
+def tried(right, build=lambda changed: Read(**changed), prompts=None, tick=lambda *_: None):
     def measure(drafter, read):
         rate = 0.25 + 0.25 * sum(drafter.values[name] == value for name, value in right.items())
         rates = rate + np.random.default_rng(0).normal(0, 0.01, 10)
         return [text_of(np.full((30, 2), rate)) for rate in rates + 0.1 * (read is not None)]
 
     prompts = prompts or [Prompt("one", "text")]
-    return try_readings(Read(), prompts, lab().target, build, measure)
+    return try_readings(Read(), prompts, lab().target, build, measure, tick)
 
 
 @pytest.mark.parametrize(("right", "best"), [
     ({"taps": "b"}, {"taps": "b"}), ({"taps": "c", "window": 8}, {"taps": "c", "window": 8}), ({"taps": "a"}, {}),
 ])  # fmt: skip
 def test_the_best_reading_is_named_and_those_that_help_are_combined(right, best):
-    readings, chosen = tried(right)
+    counts = []
+    readings, chosen = tried(right, tick=lambda *count: counts.append(count))
+    assert counts[0] == (0, 4) and sum(done for done, _ in counts) == counts[-1][1] == len(readings)
     assert chosen.changed == best and chosen.reading.values == {"taps": "a", "window": 0} | best
     assert [reading.changed for reading in readings[:4]] == [{}, {"taps": "b"}, {"taps": "c"}, {"window": 8}]
     assert [reading.helps for reading in readings[1:4]] == [

@@ -83,7 +83,7 @@ Measure = Callable[[Proposer, Sequence[Prompt] | None], list[Predicted]]
 
 def try_readings(
     proposer: Proposer, prompts: Sequence[Prompt], target: Target, build: Build | None, measure: Measure,
-    tick: Callable[[], Any] = lambda: None,
+    tick: Callable[[int, int], Any] = lambda *_: None,
 ) -> tuple[list[TriedReading], TriedReading]:  # fmt: skip
     """Measure the reading in use and every other one, each alone; then the best of them together with each of the rest.
 
@@ -103,16 +103,19 @@ def try_readings(
         prompts: of the run, which are sent otherwise as well; none of answers that exist already.
         target: whose chat template they may go through.
         build, measure: see there; without ``build`` no other reading of the drafter is tried.
-        tick: called when a reading has been measured.
+        tick: called before the first reading and whenever one has been measured, with 0 or 1 and the number of all
+            that are to be measured, to which combinations add.
 
     Returns:
         The readings that were tried, that in use first; and the best one of the drafter: that in use, unless another
         one helps.
     """
-    used = TriedReading({}, "in use", proposer.reading, measure(proposer, None))
-    tick()
     others = proposer.reading.others if build is not None else []
     variants = prompt_variants(prompts, target) if prompts else []
+    total = 1 + len(others) + len(variants)
+    tick(0, total)
+    used = TriedReading({}, "in use", proposer.reading, measure(proposer, None))
+    tick(1, total)
     left = ERROR / 2 if len({convention for convention, *_ in others}) > 1 else 0.0
     level = 1 - 2 * (ERROR - left) / max(1, len(others) + len(variants))
 
@@ -127,7 +130,7 @@ def try_readings(
         except ValueError as error:
             return TriedReading(changed, label, error=str(error))
         finally:
-            tick()
+            tick(1, total)
         return TriedReading(changed, label, other.reading, texts, gain=_gain(used, texts, level), level=level)
 
     alone = [measured({convention: value}, label, level) for convention, label, value in others]
@@ -141,6 +144,7 @@ def try_readings(
             if other.gain is not None and other.gain.high > 0 and not other.changed.keys() & best.changed.keys()
         ]
         left /= 2
+        total += len(added)
         round_level = 1 - 2 * left / max(1, 2 * len(added))
         candidates = [
             measured({**best.changed, **other.changed}, f"{best.label}; {other.label}", round_level) for other in added

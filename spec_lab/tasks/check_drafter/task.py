@@ -26,7 +26,7 @@ from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.training_answers import known_answers, sampled_otherwise, texts_hash
 from spec_lab.text.answers import AnsweredText, check_source
-from spec_lab.text.prompts import Prompt
+from spec_lab.text.prompts import Prompt, check_one_turn
 from spec_lab.train.record import answer
 
 
@@ -69,7 +69,7 @@ def check(
         raise ValueError("task=check_drafter does not support constraints: set constraint=none")
     check_source(answers_from)
     if answers_from is None:
-        lab.check_one_turn("task=check_drafter")
+        check_one_turn(lab.prompts, "task=check_drafter")
     elif other := sampled_otherwise(answers_from, lab.sampling):
         raise WrongOption(
             f"answers_from={answers_from} holds answers of {other}: figures are of answers that are sampled as the run "
@@ -91,7 +91,12 @@ def check(
     def work(_: Mapping[str, Any]) -> Done:
         answers[:] = answered(lab, settings) if known is None else given(known, lab, settings)
         with Progress(desc=settings.name, unit="reading") as bar:
-            tried, best = try_readings(proposer, prompts, lab.target, lab.rebuild, measured, bar.update)
+
+            def tick(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done)
+
+            tried, best = try_readings(proposer, prompts, lab.target, lab.rebuild, measured, tick)
         return Done(summarise(lab, proposer, settings, tried, best, expect), drafter_check.result)
 
     def left() -> tuple[int, str]:

@@ -20,6 +20,7 @@ from spec_lab.tasks.constraint_distance import tables
 from spec_lab.tasks.constraint_distance.distance import Sampler, estimate, exact
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
+from spec_lab.text.prompts import check_one_turn
 
 METHODS = ("auto", "exact", "sampled")
 
@@ -59,7 +60,7 @@ def measure(
         OSError: a directory that cannot be written.
     """
     console = console or standard_output()
-    lab.check_one_turn("task=constraint_distance")
+    check_one_turn(lab.prompts, "task=constraint_distance")
     _check(lab)
     requests = lab.requests(settings)
     written = tables.parts(settings.output_dir)

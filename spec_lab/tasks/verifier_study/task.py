@@ -21,6 +21,7 @@ from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled
 from spec_lab.tasks.verifier_study.recorded import of_prompt, pairs, proposers_of
+from spec_lab.text.prompts import check_one_turn
 
 
 @checked
@@ -57,7 +58,7 @@ def study_verifiers(
         raise ValueError(
             f"batch_size must be 1 (got {settings.batch_size}): the verifier study drafts for one prompt at a time"
         )
-    lab.check_one_turn("task=verifier_study")
+    check_one_turn(lab.prompts, "task=verifier_study")
     proposers, requests = proposers_of(lab), lab.requests(settings)
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     fitting, left_out = pairs(proposers, verifiers)

@@ -24,7 +24,8 @@ from tests import checkpoints
 ROOT = Path(__file__).parents[3]
 SEEDS = 12
 GROUPS = 15
-FAILS = "-1"
+FAILS = "'${oc.env:NO_SUCH_SEED}'"
+"""A seed that only the run itself refuses."""
 ALL = ",".join(map(str, [*range(SEEDS), FAILS]))
 
 
@@ -162,7 +163,7 @@ def assert_whole(swept: Swept, undisturbed: dict) -> None:
     assert {seed: run.state for seed, run in runs.items()} == {
         **{str(seed): "done" for seed in range(SEEDS)}, FAILS: "failed"
     }  # fmt: skip
-    assert "seed must" in runs[FAILS].error
+    assert "'NO_SUCH_SEED' not found" in runs[FAILS].error
     table = sweep.collect(swept.folder)
     assert sorted(table[table["arm"] == "medusa"]["seed"]) == list(range(SEEDS))
     for seed in range(SEEDS):

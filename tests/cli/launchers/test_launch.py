@@ -13,6 +13,7 @@ from spec_lab.cli.refusals import Refused
 from spec_lab.core.files import read_json, write_json
 from spec_lab.results import sweep
 from tests import checkpoints
+from tests.cli.launchers.conftest import FAILS
 
 
 class Scripted:
@@ -127,14 +128,14 @@ def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
 
 @pytest.mark.nightly
 def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on):
-    code, output, _ = on(Scripted(), "seed=1,-1")
+    code, output, _ = on(Scripted(), f"seed=1,{FAILS}")
     assert code == 1
-    assert "1 done, 1 failed" in output and "seed must" in output
+    assert "1 done, 1 failed" in output and "'NO_SUCH_SEED' not found" in output
     second, third = Scripted(), Scripted()
-    assert on(second, "seed=1,-1")[0] == 1
+    assert on(second, f"seed=1,{FAILS}")[0] == 1
     assert second.taken == []
-    on(third, "retry=true", "seed=1,-1")
-    assert third.taken == ["seed=-1"]
+    on(third, "retry=true", f"seed=1,{FAILS}")
+    assert third.taken == [f"seed={FAILS}"]
 
 
 # Checks at start-up ------------------------------------------------------------------------------------------------
