@@ -19,6 +19,7 @@ from spec_lab.cli import new_part
 from spec_lab.cli.bundled import choices
 from spec_lab.cli.explain import terminal as explain
 from spec_lab.cli.subcommands import COMMANDS, refuse
+from spec_lab.core.terminal import visible
 from spec_lab.results import run_state
 
 
@@ -26,7 +27,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     """Run a sub-command; return the exit code. Errors are printed in one line."""
     console = console or Console(markup=False)
     if arguments[0] not in COMMANDS:
-        print(f"spec_lab: {unknown(arguments)}", file=sys.stderr)
+        print(f"spec_lab: {visible(unknown(arguments))}", file=sys.stderr)
         return 2
     given = parser()[0].parse_args(arguments)
     try:

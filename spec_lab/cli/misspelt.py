@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import NamedTuple
 
 from hydra.errors import HydraException
@@ -77,7 +77,7 @@ def suggestion(error: HydraException, overrides: Sequence[str], composer: Compos
     if re.match("Ambiguous value", str(error)):
         return f"{first} has several values: add --multirun to run each, or write one list, as in NAME=[A,B]"
     if first and "=" not in first and not first.startswith("~"):
-        if Path(first).exists() or re.match("(?!hydra/).*/", first):
+        if os.path.exists(first) or re.match("(?!hydra/).*/", first):
             named = f"proposer.path={first} for a drafter, target.path={first} for a model"
             return f"{first} has no option before it: a folder? write {named}"
         return f"{first} has no value: write {first}=VALUE"

@@ -46,12 +46,12 @@ ENDED = {
 QUEUED = {"engine": str, "job": str, "?failure": str, "?lost": str}
 """The shape of ``queued.json``; "lost" is an earlier name of "failure"."""
 
-
 BEGUN = {
     ".lock", ".sweep.lock", "ended.json", "manifest.json", "multirun.yaml", "parts", "queued.json", "study.jsonl",
     "sweep.json",
 }  # fmt: skip
 """Names of files and folders of runs and sweeps that have begun, and of what is left of them."""
+
 
 @dataclass(frozen=True)
 class RunState:
