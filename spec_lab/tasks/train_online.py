@@ -19,6 +19,7 @@ from rich.console import Console
 from spec_lab.analysis.console import standard_output
 from spec_lab.analysis.metrics import decode_steps
 from spec_lab.analysis.metrics.acceptance import SUMMANDS
+from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.analysis.metrics.ranges import in_ranges
 from spec_lab.analysis.results import online
 from spec_lab.core.options import Count, Filled, Number, Share, Whole, WrongOption, checked
@@ -265,7 +266,9 @@ class _Online:
             of_arm = decode_steps(steps, arm)
             terms = {name: SUMMANDS[name](of_arm) for name in FIGURES}
             where = of_arm["stream_round"].to_numpy() + 1
-            arms[arm] = in_ranges(where, range(1, rounds + 1), terms, of_arm["request"].to_numpy())
+            requests = of_arm["request"].to_numpy()
+            pooled = {name: cluster_interval(*sums, requests)._asdict() for name, sums in terms.items()}
+            arms[arm] = pooled | {"rounds": in_ranges(where, range(1, rounds + 1), terms, requests)}
         return {
             "experiment": self.settings.name, "target": self.lab.target.name, "drafter": self.recipe.name,
             "temperature": self.lab.sampling.temperature, "requests": len(self.stream.requests),

@@ -44,9 +44,11 @@ def test_each_round_is_served_by_the_version_that_has_learned_from_those_before(
     first = [arm[arm["stream_round"] == 0][["request", "path", "emitted"]].map(str) for arm in (online, frozen)]
     pd.testing.assert_frame_equal(*first)
     last = metrics.decode_steps(steps[steps["stream_round"] == 1], "online")
-    shown = summary["arms"]["online"][-1]
+    shown = summary["arms"]["online"]["rounds"][-1]
     assert (shown["first"], shown["steps"]) == (2, len(last))
     assert shown["tau_pooled"]["mean"] == pytest.approx(metrics.tau_pooled(last))
+    whole = metrics.tau_pooled(metrics.decode_steps(steps, "online"))
+    assert summary["arms"]["online"]["tau_pooled"]["mean"] == pytest.approx(whole)
     assert "The workload changes with request 2, in round 2" in " ".join(out.split())
 
 

@@ -15,7 +15,7 @@ RANGE = {"first": int, "last": int, "steps": int, "tau_pooled": INTERVAL, "draft
 SUMMARY = {
     "drafter": str, "temperature": float, "requests": int, "round": int, "?change": (int, None),
     "versions": [{"version": int, "sha256": str, "texts": int, "steps": int, "seconds": float}],
-    "arms": {str: [RANGE]},
+    "arms": {str: {"rounds": [RANGE]}},
 }  # fmt: skip
 """Fields that are read of ``summary.json``."""
 
@@ -33,7 +33,8 @@ def result(folder: Path) -> Result:
         ValueError: the task has not ended; files that are not readable.
     """
     manifest, summary = ended_run(folder, SUMMARY)
-    arms, size, change = summary["arms"], summary["round"], summary.get("change")
+    size, change = summary["round"], summary.get("change")
+    arms = {name: arm["rounds"] for name, arm in summary["arms"].items()}
     marked = None if change is None else (change / size + 0.5, marked_change(change)[1])
     drawn = {
         name: partial(figures.by_range, {"round": arms}, figure, label, {}, marked)
@@ -41,13 +42,13 @@ def result(folder: Path) -> Result:
             ("tau_online", "tau_pooled", "tau"), ("acceptance_online", "draft_token_rate", "acceptance rate"),
         )
     }  # fmt: skip
-    change_line = [f"The workload changes with request {change}, in round {change // size + 1}."] * (change is not None)
+    changes = [] if change is None else [f"The workload changes with request {change}, in round {change // size + 1}."]
     return Result(
         manifest["config"].get("name", "run"),
         f"{summary['drafter']}, {summary['requests']} requests in rounds of {size}, temperature "
         f"{summary['temperature']:g}",
         [
-            Section("Rounds", ROUNDS, _rounds(arms), drawn, change_line),
+            Section("Rounds", ROUNDS, _rounds(arms), drawn, changes),
             Section("Versions", "What each version has learned from, and how long it took.", _versions(summary)),
         ],
     )

@@ -15,6 +15,8 @@ import pytest
 from spec_lab.analysis import report
 from spec_lab.analysis.compare import as_frame, compare
 from spec_lab.core.files import Unreadable
+from spec_lab.results import run_state
+from spec_lab.results.run_figures import figure_rows
 from tests.analysis.report.parsed import HOSTILE, Parsed, cells
 from tests.analysis.test_compare import write as write_run
 
@@ -82,7 +84,8 @@ SUMMARIES = {
             "expected": {"value": 2.4, "by": "reading", "changed": {"taps": [1, 3]}, "whole": True}},
     ONLINE: {"drafter": HOSTILE, "temperature": 1.0, "requests": 4, "round": 2, "change": 2,
              "versions": [{"version": 0, "sha256": "ab12", "texts": 16, "steps": 4, "seconds": 1.5}],
-             "arms": {arm: [row | {"steps": 9} for row in WINDOWS] for arm in ("frozen", "online")}},
+             "arms": {arm: {"tau_pooled": VALUE, "rounds": [row | {"steps": 9} for row in WINDOWS]}
+                      for arm in ("frozen", "online")}},
 }  # fmt: skip
 """Files that each task leaves."""
 
@@ -149,6 +152,21 @@ def test_a_task_has_a_page_with_its_numbers_and_figures(pages, task):
     assert pages[task].read_text().count('<figure class="chart"><svg') == FIGURES[task]
     assert {file.suffix for file in (pages[task].parent / "figures").iterdir()} == {".png", ".svg"}
     assert all((pages[task].parent / unquote(link)).is_file() for link in parsed.values("href") if link[0] != "#")
+
+
+@pytest.mark.parametrize("task", SUMMARIES)
+def test_a_sweep_counts_a_finished_task_as_done(task, tmp_path):
+    folder = folder_of(tmp_path / "run", task, SUMMARIES[task])
+    ended = {"state": "done", "error": "", "code": 0}
+    (folder / "ended.json").write_text(json.dumps(ended))
+    assert run_state.ended(folder) == ended
+    if task == ONLINE:
+        assert [(row["arm"], row["tau_pooled"]) for row in figure_rows(folder)] == [("frozen", 1.25), ("online", 1.25)]
+
+
+def test_a_stream_whose_workload_does_not_change_has_a_page(tmp_path):
+    folder = folder_of(tmp_path / "run", ONLINE, SUMMARIES[ONLINE] | {"change": None})
+    assert "The workload changes" not in Parsed(report.write(folder)).text
 
 
 @pytest.mark.parametrize("task", SUMMARIES)
