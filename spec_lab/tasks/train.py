@@ -122,7 +122,7 @@ def train(
         )
     source = answers_of(lab, settings, config, answers, answers_from, generate, held_out)
     count = source.count(source.learned)
-    _check_count(count, rows, passes)
+    check_count(count, rows, passes)
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
     if left_out := count % rows:
         console.print(
@@ -144,7 +144,7 @@ def train(
     return code
 
 
-def _check_count(answers: int, rows: int, passes: float) -> None:
+def check_count(answers: int, rows: int, passes: float) -> None:
     """Refuse too few answers for a training step of ``rows`` texts, and ``passes`` that make no step of them.
 
     Raises:

@@ -34,7 +34,7 @@ from spec_lab.results.writer import rows_of
 from spec_lab.tasks.drift import RequestStream
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
-from spec_lab.tasks.train import check_sampling
+from spec_lab.tasks.train import check_count, check_sampling
 from spec_lab.text.answers import AnsweredText
 from spec_lab.text.prompts import Prompt
 from spec_lab.train.fit import FitPlan, fit
@@ -52,7 +52,7 @@ VERSION = {
     "workload": (pa.string(), "the prompt's workload"),
     "drifted": (pa.bool_(), "whether the request comes after the change of the workload"),
 }
-"""Columns of ``steps`` beside ``results.schema.STEPS``; the group is the number of the groups served before."""
+"""Columns of ``steps`` beside ``results.schema.STEPS``; the group is the first of the requests decoded together."""
 
 FIGURES = ("tau_pooled", "draft_token_rate")
 
@@ -116,13 +116,26 @@ def train_online(
     if lab.applied is not None:
         raise ValueError("task=train_online does not support constraints; set constraint=none")
     check_sampling(lab.sampling, "task=train_online")
+    if settings.count_experts:
+        raise ValueError(
+            "task=train_online does not support count_experts=true: it writes no table of forwards; set "
+            "count_experts=false, and count them with task=benchmark"
+        )
     for name, count in (("before", before), ("requests", requests)):
         if count % rows:
             raise WrongOption(f"{name} must be a multiple of rows={rows}, the texts of a training step (got {count})")
     if len(lab.prompts) <= before:
         raise WrongOption(f"before={before} leaves no prompt of {len(lab.prompts)} to serve: set it to less")
+    drafted = vars(recipe).get("draft_vocab_size")
+    if not before and drafted is not None and drafted < lab.target.vocabulary:
+        raise WrongOption(
+            f"before=0 leaves no texts whose most frequent tokens a vocabulary of draft_vocab_size={drafted} could "
+            "have, and it does not change later: set task.before=16 or task.recipe.draft_vocab_size=null"
+        )
     rest = replace(lab, prompts=lab.prompts[before:])
     stream = RequestStream.of(rest, settings, None, drift, None, "task=train_online")
+    for texts in [before] * bool(before) + [requests] * (len(stream.requests) > requests):
+        check_count(texts, rows, passes)
     begun = recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
     start_sha256 = "" if start is None else recipe.resume(begun.module, lab.target, Path(start))
     plan = FitPlan(

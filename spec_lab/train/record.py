@@ -158,9 +158,11 @@ def record(
 ) -> list[Path]:
     """Compute the target's hidden states along texts, and write files of ``rows`` texts each; files there are kept.
 
+    A text that fills the context is cut by its last token, since a prompt leaves room for a token.
+
     Args:
         target: computes them.
-        texts: with the target's answers; shorter than its context.
+        texts: with the target's answers. Those whose prompts leave room for no answer are left out.
         states: numbers of the hidden states to keep.
         folder: of the files.
         rows: texts of a file.
@@ -169,7 +171,15 @@ def record(
         tick: called with the number of texts of each file, and whether it was there before.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths, more = [], len(texts) % rows
+    given, longest = len(texts), target.context - 1
+    fitting = (text if len(text.tokens) <= longest else text.cut(longest, longest) for text in texts)
+    texts = [text for text in fitting if text.answers]
+    if len(texts) < given:
+        log.warning(
+            "%d of %d texts are left out: their prompts fill the context of %d tokens", given - len(texts), given,
+            target.context,
+        )  # fmt: skip
+    paths, more = list[Path](), len(texts) % rows
     if more and not rest:
         log.warning("The last %d of %d texts are left out: a file has %d texts", more, len(texts), rows)
         texts = texts[:-more]

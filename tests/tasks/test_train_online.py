@@ -67,6 +67,12 @@ def test_a_run_that_is_started_again_comes_to_the_same_versions(quick_cli, tmp_p
     [
         ({"requests": 3}, 1.0, "requests must be a multiple of rows=2"),
         ({"before": 6}, 1.0, "before=6 leaves no prompt of 5 to serve"),
+        ({"before": 2, "requests": 2, "passes": 0.1}, 1.0, "passes=0.1 of 2 answers makes no training step of rows=2"),
+        (
+            {"before": 0, "recipe": MedusaRecipe(heads=2, draft_vocab_size=5)},
+            1.0,
+            "before=0 leaves no texts .* set task.before=16 or task.recipe.draft_vocab_size=null",
+        ),
         ({}, 0.5, "task=train_online does not support sampling.temperature=0.5"),
     ],
 )
@@ -75,3 +81,8 @@ def test_what_cannot_be_served_and_learned_is_refused(tmp_path, options, tempera
     with pytest.raises(ValueError, match=message):
         train_online(lab(temperature=temperature), settings(tmp_path / "out"), {}, **given)
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_are_not_counted_where_no_forwards_are_written(tmp_path):
+    with pytest.raises(ValueError, match="does not support count_experts=true"):
+        train_online(lab(), settings(tmp_path / "out", count_experts=True), {}, recipe=MedusaRecipe(heads=2))

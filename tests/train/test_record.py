@@ -1,5 +1,7 @@
 """Answers are kept between runs, and hidden states along them are those of the target, wherever its answers lie."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -53,6 +55,14 @@ def test_a_folder_that_cannot_be_written_keeps_no_answers(target, tmp_path, capl
     wanted = requests(WARM, new=4, prompts=PROMPTS)
     assert answer(target, wanted, 2, 0, kept=tmp_path / "file" / "answers") == answer(target, wanted, 2, 0)
     assert "SPEC_LAB_CACHE" in caplog.text
+
+
+def test_a_text_that_fills_the_context_is_cut_by_its_last_token(target, tmp_path, caplog):
+    texts = [AnsweredText("a", (3, 1, 4, 1, 5), ((2, 5),)), AnsweredText("b", (1, 5, 9, 2, 6), ((4, 5),))]
+    (path,) = record(replace(target, context=5), texts, (-1,), tmp_path, 1, 2)
+    text = Texts.read(path)
+    assert text.ids.tolist() == [[3, 1, 4, 1]] and text.counts(0).nonzero().tolist() == [[0, 2], [0, 3]]
+    assert "1 of 2 texts are left out: their prompts fill the context of 5 tokens" in caplog.text
 
 
 def test_the_states_along_a_conversation_are_the_targets_and_only_its_answers_are_learned(target, tmp_path):

@@ -258,12 +258,16 @@ def _check_layers(file: str, config: Mapping[str, Any]) -> None:
         raise ValueError(f"{file}: layer_types must be a list, not {brief(kinds)}")
     if others := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
         raise ValueError(f"{file}: layer_types has {others[0]}, which is not modelled; {MEASURE}")
-    if not any(config.get(field) for field in EXPERTS):
-        return
+    mixture = any(config.get(field) for field in EXPERTS)
     for field, value in config.items():
         about = re.search("expert|moe|router|shared|sparse|dense|mlp_(only|layer)", field)
-        if about and field not in (*EXPERT_FIELDS, *NO_SIZES) and value not in (None, False):
-            raise ValueError(f"{file}: {field} is not understood, and may change which experts are read; {MEASURE}")
+        if not about or field in (*EXPERT_FIELDS, *NO_SIZES):
+            continue
+        # a dense model may have such fields too: switches that are off, sizes of 0, coefficients of a router's loss
+        each = value if isinstance(value, list) else [value]
+        several = any(isinstance(number, int | float) and number > 1 for number in each)
+        if several or (mixture and value not in (None, False)):
+            raise ValueError(f"{file}: {field} is not understood, and may change what a forward reads; {MEASURE}")
 
 
 def _mixture(file: str, config: Mapping[str, Any], size: Callable[..., int]) -> Mixture | None:

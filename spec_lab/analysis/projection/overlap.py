@@ -24,6 +24,9 @@ from spec_lab.results.writer import load_replay
 AHEAD = ("draft model", "parallel draft model", "lookup")
 """Kinds of proposers that can draft while the target verifies; others read hidden states of that forward."""
 
+READS = {"pld_plus": "hidden states", "recycling": "the likeliest tokens"}
+"""Lookups that cannot, and what they read of that forward."""
+
 KEY = ["request", "sequence", "forward"]
 
 
@@ -104,8 +107,9 @@ class Overlap:
             ValueError: a damaged table of recorded distributions.
             OSError: it cannot be read.
         """
-        if KINDS.get(design.proposer, AHEAD[0]) not in AHEAD:
-            why = f"{design.proposer} drafts from hidden states of the forward that it would overlap with"
+        ahead = KINDS.get(design.proposer, AHEAD[0]) in AHEAD
+        if reads := READS.get(design.proposer, "" if ahead else "hidden states"):
+            why = f"{design.proposer} drafts from {reads} of the forward that it would overlap with"
             return replace(design, left_out=why)
         if design.hits is None:
             return replace(design, left_out="overlapped drafting is modelled of chains, and these are trees")
@@ -161,13 +165,18 @@ def foreseen(steps: pd.DataFrame, rows: pd.DataFrame, outcomes: int, levels: int
 
 
 def _rank(row: Any, token: int, without: int) -> float:
-    """Return how many tokens have a larger q than a token, one of them left out; infinite where its q is not known."""
+    """Return how many tokens are foreseen before a token: those of a larger q, and of an equal one with a smaller id.
+
+    One token is left out. It is infinite where the token's q is not known, or no larger than that of a token that was
+    not recorded.
+    """
     q = np.frombuffer(row["q"], dtype="<f4")
-    ids = unpack_ids(row["ids"]) if len(row["ids"]) else np.arange(len(q))
-    mine = q[ids[: len(q)] == token]
-    if not len(mine) or mine[0] <= 0 or row["q_most"] > mine[0]:
+    ids = (unpack_ids(row["ids"]) if len(row["ids"]) else np.arange(len(q)))[: len(q)]
+    mine = q[ids == token]
+    if not len(mine) or mine[0] <= 0 or row["q_most"] >= mine[0]:
         return float("inf")
-    return float(((q > mine[0]) & (ids != without)).sum())
+    before = (q > mine[0]) | ((q == mine[0]) & (ids < token))
+    return float((before & (ids != without)).sum())
 
 
 @dataclass(frozen=True)

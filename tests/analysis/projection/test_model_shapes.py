@@ -34,6 +34,8 @@ ROUTED = {"num_local_experts": 8}
         (ROUTED | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, Mixture(8, 2, 48, 0, 1)),
         (ROUTED | {"norm_topk_prob": True, "router_aux_loss_coef": 0.1, "routed_scaling_factor": 2}, Mixture(8, 2, 48)),
         ({"num_local_experts": 0}, None),
+        ({"moe_num_experts": 0, "num_moe_experts": None, "enable_moe_block": False, "top_k_experts": None}, None),
+        ({"router_aux_loss_coef": 0.001, "output_router_logits": False, "mlp_bias": True, "mlp_only_layers": []}, None),
     ],
 )
 def test_the_fields_of_published_configs_describe_experts(fields, mixture):
@@ -46,6 +48,9 @@ def test_the_fields_of_published_configs_describe_experts(fields, mixture):
         (ROUTED | {"moe_topk": 2}, "moe_topk is not understood"),
         (ROUTED | {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step is not understood"),
         (ROUTED | {"shared_intermediate_size": 24}, "shared_intermediate_size is not understood"),
+        ({"moe_num_experts": 64, "moe_k": 6}, "moe_num_experts is not understood"),
+        ({"moe_num_experts": [64, 64]}, "moe_num_experts is not understood"),
+        ({"num_moe_experts": 8}, "num_moe_experts is not understood"),
         (ROUTED | {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts, 8, not 9"),
         (ROUTED | {"num_experts_per_tok": None}, "has no 'num_experts_per_tok'"),
         (ROUTED | {"moe_layer_freq": [0, 1, 1, 1]}, "moe_layer_freq must be a whole number"),

@@ -114,6 +114,17 @@ def test_outcomes_are_foreseen_by_the_draft_probabilities_after_the_accepted_tok
         foreseen(frame, rows[rows["forward"] != 2], 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("q", "most_of_others", "known"),
+    [([0.25] * 4, 0.0, [1, 1, 0, 0]), ([0.5, 0.25], 0.25, [1, 0, 0, 0]), ([0.25] * 2, 0.25, [0, 0, 0, 0])],
+)
+def test_of_tokens_with_equal_draft_probabilities_no_more_are_foreseen_than_fit(q, most_of_others, known):
+    each = [{"forward": token, "accepted": 0, "depth": 1, "nodes": 1, "emitted_tokens": [token]} for token in range(4)]
+    rows = pd.DataFrame([row for token in range(4) for row in replayed(token, (9, q), (9, None))])
+    hits = foreseen(steps(*each), rows.assign(q_most=most_of_others), 2, 1)
+    assert hits[:, 0].astype(int).tolist() == known
+
+
 def test_hits_of_ssd_are_counted_within_requests_and_of_shorter_drafts(tmp_path, monkeypatch):
     frame, rows = recorded_chains()
     monkeypatch.setattr(overlap, "load_replay", lambda folder: rows)
@@ -132,6 +143,8 @@ def test_hits_of_ssd_are_counted_within_requests_and_of_shorter_drafts(tmp_path,
         ("eagle3", 3, "pearl", "hidden states"),
         ("draft_tree", 6, "pearl", "trees"),
         ("draft_chain", 1, "ssd:2", "one token"),
+        ("pld_plus", 3, "pearl", "hidden states of the forward that it would overlap with"),
+        ("recycling", 3, "pearl", "the likeliest tokens of the forward that it would overlap with"),
     ],
 )
 def test_designs_that_cannot_overlap_are_left_out(tmp_path, proposer, nodes, option, why):
