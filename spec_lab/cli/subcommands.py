@@ -179,7 +179,8 @@ def _project(given: argparse.Namespace, console: Console) -> int:
         raise ValueError("--model is required: name the target's size, or give measured forwards with --costs PATH")
     else:
         names = [name.strip() for name in options.pop("hardware", "h100-sxm").split(",") if name.strip()]
-        deployments = projection.deployments_of(designs, names, context=context, lookup=lookup, **options)
+        options |= {"context": context, "lookup": lookup, "apart": overlap is not None}
+        deployments = projection.deployments_of(designs, names, **options)
     deployments = [replace(deployment, overlap=overlap) for deployment in deployments]
     batches = batches or [2**power for power in range(8)]
     cells = projection.project(designs, deployments, batches, context, lengths, prefill)

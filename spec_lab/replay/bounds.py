@@ -91,6 +91,8 @@ class ArmBounds:
         verifiers: all that fit, most tokens first.
         spechub: the share of the optimum of the first level, of two children, that SpecHub accepts of two drafts of
             its own (``verify.transport``); NaN where another number was drawn, or they were not sampled.
+        spechub_kind: "exact"; "estimate" where rows were truncated: both of its terms then have the rest's p and q
+            overlap as much as they can.
         needs: why there are no bounds; empty where there are.
     """
 
@@ -106,6 +108,7 @@ class ArmBounds:
     verifiers: tuple[VerifierBounds, ...] = ()
     needs: str = ""
     spechub: Interval = Interval(*[float("nan")] * 3)
+    spechub_kind: str = ""
 
     def figures(self) -> dict[str, Any]:
         """The figures of the run's own verifier, by their names in ``summary.json``; empty where it is not known."""
@@ -136,7 +139,8 @@ class ArmBounds:
         return {
             "drawn": self.drawn, "steps": self.steps, "nodes": self.nodes, "depth": self.depth,
             "optimum": self.optimum._asdict(), "kind": self.kind, "best_points": self.deterministic._asdict(),
-            "best": self.best, "spechub": self.spechub._asdict(), "verifiers": by_name,
+            "best": self.best, "spechub": self.spechub._asdict(), "spechub_kind": self.spechub_kind,
+            "verifiers": by_name,
         }  # fmt: skip
 
 
@@ -320,7 +324,8 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
     block = next((result for result in measured.values() if isinstance(result.verifier, Traversal)), None)
     chains = way != "deterministic" and not shape.branches and block is not None
     attained = way == "deterministic" or chains or shape.deepest == 1
-    kind = "exact" if attained and len(pseudo_tokens.variants(trees, *reduced)) == 1 else "bound"
+    all_recorded = len(pseudo_tokens.variants(trees, *reduced)) == 1
+    kind = "exact" if attained and all_recorded else "bound"
     if not reduced[0].exact or not reduced[1].exact:
         kind = "estimate"
 
@@ -342,7 +347,8 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         accepted, first = rest[:, 1::2], rest[:, 2::2]
         top = accepted[:, names.index(best)]
         tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(attainable, top), 0.0))
-        figures = [1 + attainable, 1 + deterministic, hub / np.maximum(rows[:, 0], 1e-300)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            figures = [1 + attainable, 1 + deterministic, hub / rows[:, 0]]
         for index in range(len(names)):
             its_accepted = accepted[:, index]
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -368,6 +374,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         trees.arm, " and ".join(sorted(trees.ways)), int(total), float(per_request(shape.sizes - 1.0).sum() / total),
         float(deep.sum() / total), intervals[0], kind, intervals[1], best, tuple(rows),
         spechub=Interval(*[float("nan")] * 3) if spechub is None else intervals[2],
+        spechub_kind="" if spechub is None else "exact" if all_recorded else "estimate",
     )  # fmt: skip
 
 
@@ -470,7 +477,7 @@ def table(bounds: Mapping[str, ArmBounds]) -> pd.DataFrame:
         shared = {
             "arm": name, "drawn": arm.drawn, "steps": arm.steps, "nodes": arm.nodes, "depth": arm.depth,
             **_columns("optimum", arm.optimum), "optimum_kind": arm.kind, **_columns("best_points", arm.deterministic),
-            **_columns("share_spechub", arm.spechub),
+            **_columns("share_spechub", arm.spechub), "spechub_kind": arm.spechub_kind,
         }  # fmt: skip
         for bound in arm.verifiers:
             columns = {"verifier": bound.name, "lossless": bound.lossless, "used": bound.used}

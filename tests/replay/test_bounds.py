@@ -127,8 +127,17 @@ def test_spechub_s_drafts_are_compared_with_the_optimum_of_two_children(drawn):
     arm = bounds_of(by_hand(draft, p.numpy()))
     first = p[:1], q[:1]
     (share,) = spechub_acceptance(*first) / transport_bound(*first, 2, drawn)
-    assert arm.spechub.mean == pytest.approx(share)
+    assert arm.spechub.mean == pytest.approx(share) and arm.spechub_kind == "exact"
     assert bounds.table({"a": arm})["share_spechub"].tolist() == pytest.approx([share] * len(arm.verifiers))
+
+
+def test_spechub_has_no_share_of_an_optimum_of_zero():
+    """The target's only token is never drafted."""
+    shape = tree(parse("2"))
+    p, q = torch.eye(5, dtype=torch.float64)[[4] * shape.rows], torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0]]).double()
+    rows = np.full(shape.rows, -1)
+    rows[shape.expanded] = 0
+    assert np.isnan(bounds_of(by_hand(Draft(shape, torch.tensor([0, 1]), "iid", q, rows), p.numpy())).spechub.mean)
 
 
 def test_spechub_has_no_share_of_other_numbers_of_children(target):
@@ -213,6 +222,7 @@ def test_truncated_rows_have_a_bound_that_is_no_smaller(target):
         some = bounds_of(decoded(target, drawn, shape, recording=RECORDING)[0])
         assert some.optimum.mean >= whole.optimum.mean - 1e-6
         assert some.kind == "bound" and by_name(some)["token"].unknown >= 0
+        assert (whole.spechub_kind, some.spechub_kind) == (("", "") if shape == "1x1" else ("exact", "estimate"))
     tempered = decoded(target, "iid", "2x1", Sampling(0.7), recording=RECORDING)[0]
     assert bounds_of(tempered).kind == "estimate"
 

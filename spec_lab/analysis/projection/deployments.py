@@ -25,6 +25,7 @@ def deployments_of(
     runtime: str = "graphs",
     lookup: float = 0.0,
     experts: float | None = None,
+    apart: bool = False,
 ) -> list[Deployment]:
     """Return the named hardware on which the model fits.
 
@@ -38,6 +39,7 @@ def deployments_of(
         runtime: its name.
         lookup: seconds of a lookup in each step.
         experts: effective number of experts of the target (``ExpertWork``), as a run counted it; None: all.
+        apart: whether the draft model has a device of its own, and takes no memory of the target's.
 
     Raises:
         ValueError: an unknown name, a model that fits nowhere, or no design whose drafting is modelled.
@@ -47,10 +49,15 @@ def deployments_of(
     target = catalogue.model("--model", model)
     target = target if experts is None else target.choosing(experts)
     small = None if draft is None else catalogue.model("--draft", draft)
+    models = [target] if small is None or apart else [target, small]
     devices = catalogue.hardware(hardware)
-    deployments = [_deployment(designs, device, target, small, precision, ran, context, lookup) for device in devices]
+    batches = [largest_batch(device, models, precision, context) for device in devices]
+    deployments = [
+        _deployment(designs, device, target, small, precision, ran, room, lookup)
+        for device, room in zip(devices, batches, strict=True)
+    ]
     if not any(deployment.largest_batch for deployment in deployments):
-        need = sum(model.memory(precision) for model in (target, small) if model is not None) / 1e9
+        need = sum(model.memory(precision) for model in models) / 1e9
         memory = ", ".join(f"{device.name} has {device.memory / 1e9:.0f} GB" for device in devices)
         raise ValueError(
             f"--model {model} fits on no --hardware: {memory}, the weights in {dtype} take {need:.1f} GB and a context "
@@ -108,12 +115,11 @@ def _deployment(
     draft: ModelShape | None,
     precision: Precision,
     runtime: Runtime,
-    context: int,
+    room: int,
     lookup: float,
 ) -> Deployment:
     made = partial(RooflineForward, hardware=device, runtime=runtime, precision=precision)
     forward = made(target.work(precision), target.layers)
-    room = largest_batch(device, [target] if draft is None else [target, draft], precision, context)
     drafting, left_out = _each(
         designs,
         lambda design: by_roofline(

@@ -11,7 +11,7 @@ PARTS = ("verifier", "open", "tree", "draft")
 """Parts of the loss."""
 
 BOUNDS = {
-    "?needs": str, "?kind": str, "?depth": REAL, "?optimum": INTERVAL, "?spechub": INTERVAL,
+    "?needs": str, "?kind": str, "?depth": REAL, "?optimum": INTERVAL, "?spechub": INTERVAL, "?spechub_kind": str,
     "?verifiers": {str: {"used": bool, "lossless": bool, "tau": INTERVAL, "share": INTERVAL, "share_first": INTERVAL,
                          "lost": {str: INTERVAL}}},
 }  # fmt: skip
@@ -50,13 +50,14 @@ def bounds_table(
             verifier = label(name, bound["lossless"]) + " *" * bound["used"]
             numbers = [cell(bound["tau"], form), cell(of_arm.get("optimum"), form), Cell(of_arm["kind"])]
             shares = [cell(bound[share], ".1%") for share in ("share_first", "share")]
-            shares += [cell(hubs[arm], ".1%")] * known
+            shares += [cell(hubs[arm], ".1%"), Cell(of_arm.get("spechub_kind", ""))] * known
             lost = [cell(bound["lost"].get(part), form) for part in PARTS]
             rows.append([Cell(arm), Cell(verifier), *numbers, *shares, *lost])
     columns = [("arm", False), ("verifier", False), ("tau", True), ("optimal tau", True), ("which is", False)]
-    names = ["share, first level", "share, tree", *["SpecHub, first level"] * known]
-    columns += [(name, True) for name in (*names, *(f"lost: {part}" for part in PARTS))]
-    return DataTable(columns, rows, more=("optimal tau", "which is"))
+    columns += [("share, first level", True), ("share, tree", True)]
+    columns += [("SpecHub, first level", True), ("SpecHub is", False)] * known
+    columns += [(f"lost: {part}", True) for part in PARTS]
+    return DataTable(columns, rows, more=("optimal tau", "which is", "SpecHub is"))
 
 
 def bounds_notes(bounds: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -127,6 +127,14 @@ def test_so_many_sequences_fit_beside_the_weights():
     assert deployments[1].largest_batch == pytest.approx(bytes_left / each, rel=0.01) and shape.layers == 80
 
 
+def test_a_draft_model_on_a_device_of_its_own_takes_no_memory_of_the_target_s():
+    designs, lookups = ([design(np.ones((2, 2)), proposer=name)] for name in ("draft_chain", "ngram"))
+    options = {"hardware": ["h100-sxm"], "model": "llama-3.1-8b", "context": 1024}
+    (alone,) = deployments_of(lookups, **options)
+    beside, apart = (deployments_of(designs, **options, draft="llama-3.2-1b", apart=way)[0] for way in (False, True))
+    assert beside.largest_batch < apart.largest_batch == alone.largest_batch
+
+
 def test_proposers_whose_drafting_is_not_modelled_are_left_out_by_name():
     designs = [design(np.ones((2, 2)), "a", "ngram"), design(np.ones((2, 2)), "b", "lookahead")]
     (deployment,) = deployments_of(designs, ["h100-sxm"], "llama-3.1-8b", 1024)
