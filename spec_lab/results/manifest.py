@@ -74,6 +74,7 @@ SHAPE = {
     "?sampling": {"?temperature": (float, None)},
     "?chat": (None, {}),
     "?prompt_tokens_sha256": (str, None),
+    "?emptied_stores": [int],
 }
 """The shape of the part of ``manifest.json`` that is read."""
 

@@ -33,6 +33,7 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.decode.engine import Engine, Limits
 from spec_lab.decode.sequence import SequenceState
 from spec_lab.decode.step import StepInfo
+from spec_lab.results.manifest import write_json
 from spec_lab.results.schema import OPTIONAL, REQUESTS
 from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.results.writer import computed_shares
@@ -198,7 +199,7 @@ class _Serving:
     bounds: tuple[float, float]
     window: int
 
-    def work(self, about: Mapping[str, Any], facts: Mapping[str, Any]) -> Done:
+    def work(self, about: Mapping[str, Any], facts: dict[str, Any]) -> Done:
         """Serve the segments that are not on disk, and sum up.
 
         Args:
@@ -209,6 +210,7 @@ class _Serving:
         measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
         before = self._finished()
         todo = [segment for segment in self.segments if segment.number not in before]
+        emptied = self._emptied(facts, todo)
         peak = Peak.start(lab.target.lm.device)
         if todo and settings.warmup:
             first = [request for segment in self.segments for request in segment.requests][: settings.batch_size]
@@ -234,16 +236,35 @@ class _Serving:
             "memory": used,
             **({} if settings.prefix_cache is None else {"cached_prompt_shares": cached_prompt_shares(complete)}),
             "arms": summarise(complete, list(arms), *self.bounds, baseline),
-            **self._drift(complete),
+            **self._drift(complete, emptied),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
             **serving_verdict(complete, facts, baseline or "").summary(),
         }
         return Done(summary, results.result)
 
-    def _drift(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """Return the figures before and after the change of the workload; none without one."""
+    def _emptied(self, facts: dict[str, Any], todo: Sequence[StreamSegment]) -> list[int]:
+        """Return the segments in which a stream with a change resumed with empty stores; the manifest keeps them.
+
+        Args:
+            facts: the manifest.
+            todo: segments that are not on disk.
+        """
+        emptied: list[int] = facts.get("emptied_stores", [])
+        stores = any(proposer.shared_store for proposer in self.lab.proposers().values())
+        if todo and todo[0].number and stores and self.stream.change is not None:
+            emptied = facts["emptied_stores"] = sorted({*emptied, todo[0].number})
+            write_json(self.settings.output_dir / "manifest.json", facts)
+        return emptied
+
+    def _drift(self, frame: pd.DataFrame, emptied: Sequence[int]) -> dict[str, Any]:
+        """Return the figures before and after the change of the workload, and the segments that began with empty
+        stores; none without a change.
+        """
         change = self.stream.change
-        return {} if change is None else {"drift": drift_figures(frame, list(self.arms), change, self.window)}
+        if change is None:
+            return {}
+        figures = drift_figures(frame, list(self.arms), change, self.window)
+        return {"drift": {**figures, "emptied_stores": list(emptied)}}
 
     def left(self) -> tuple[int, str]:
         """Return the number of segments on disk, and a sentence that states it."""

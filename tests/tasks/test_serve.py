@@ -443,6 +443,7 @@ class Forgetting(Repeat):
     """Counts how often it is asked to forget."""
 
     times = 0
+    shared_store = "counts"
 
     def forget(self) -> None:
         self.times += 1
@@ -471,3 +472,20 @@ def test_a_stream_shows_tau_and_acceptance_before_and_after_its_change(tmp_path)
     assert [axes.get_ylabel() for axes in section.figures["tau_drift"]().axes] == ["tau"]
     with pytest.raises(ValueError, match="holds another run"):
         run(out, drift=OTHERS[:1], drift_window=2)
+
+
+def test_a_stream_that_resumes_with_empty_stores_says_so(tmp_path, monkeypatch):
+    out, served = tmp_path / "out", module.serve_with_every_arm
+
+    def interrupted(arms, segment, *given):
+        if segment.number == 1:
+            raise KeyboardInterrupt
+        return served(arms, segment, *given)
+
+    monkeypatch.setattr(module, "serve_with_every_arm", interrupted)
+    parts, options = lab(proposer=Forgetting()), {"drift": OTHERS, "segment": 4}
+    assert run(out, parts=parts, **options) == 130
+    monkeypatch.setattr(module, "serve_with_every_arm", served)
+    assert run(out, parts=parts, **options) == 0
+    assert json.loads((out / "summary.json").read_text())["drift"]["emptied_stores"] == [1]
+    assert "resumed with segment 1 (from 0)" in " ".join(results.result(out).warnings)

@@ -30,7 +30,7 @@ SUMMARY = {
     "?verdict": str, "?verdict_reasons": [str],
     "arrivals": str, "temperature": float, "segments": int, "broken_segments": int, "arms": {str: ARM},
     "max_batch_size": int, "?errors": [str], "?kv_dtype": (str, None), "?cached_prompt_shares": {str: REAL},
-    "?drift": {"at": int, "window": int, "arms": {str: [RANGE]}},
+    "?drift": {"at": int, "window": int, "arms": {str: [RANGE]}, "?emptied_stores": [int]},
 }  # fmt: skip
 """Fields that are read of ``summary.json``."""
 
@@ -68,6 +68,10 @@ def result(folder: Path) -> Result:
         judged = serving_verdict(rows, manifest, "baseline" if "baseline" in arms else "").summary()
     warnings = [f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out "
                 "of the figures of all arms."] * bool(summary["broken_segments"])  # fmt: skip
+    drift = summary.get("drift") or {}
+    warnings += [f"The run was resumed with segment {segment} (from 0), and stores that requests share were empty: a "
+                 "change of tau or acceptance there need not be the workload's. overwrite=true serves the stream anew."
+                 for segment in drift.get("emptied_stores", [])]  # fmt: skip
     shares = {name: {**values, "memory_bound_steps": values.get("memory_bound_share")} for name, values in arms.items()}
     notes = [
         *kv_notes(summary.get("kv_dtype")),
@@ -84,7 +88,7 @@ def result(folder: Path) -> Result:
             Section("Arms", ARMS, _arms(arms), notes=notes),
             Section("Latencies", "Cumulative distributions over requests.", None, drawn,
                     missing="No segment was served without a broken request."),
-            *([_drift(drift)] if (drift := summary.get("drift")) else []),
+            *([_drift(drift)] if drift else []),
         ],
         [verdict_line(judged)],
         [*warnings, *summary.get("errors", [])[:5]],
@@ -100,7 +104,7 @@ def _drift(drift: Mapping[str, Any]) -> Section:
         taus = [cell(row and row["tau_pooled"]) for row in chosen]
         rates = [cell(row and row["draft_token_rate"], ".1f", 100) for row in chosen]
         rows.append([Cell(arm, colour=figures.colour(arm)), *taus, *rates])
-    names = [f"{name}{place}" for name in ("tau ", "acceptance rate % ") for place in ("before", "after", "at the end")]
+    names = [f"{name} {when}" for name in ("tau", "acceptance rate %") for when in ("before", "after", "at the end")]
     panels = {"request of the stream": arms}
     drawn = {
         name: partial(figures.by_range, panels, figure, label, {}, marked_change(change), figures.colours(arms))
