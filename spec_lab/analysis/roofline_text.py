@@ -59,7 +59,7 @@ def limits_in_words(facts: Mapping[str, Any] | None) -> str:
     if facts is None:
         return "unknown"
     limits, weights = facts["limits"], facts["work"]["weight_bytes"]
-    one = " of one row" if facts["work"].get("experts") else ""
+    of_row = " of one row" if facts["work"].get("experts") else ""
     size = f"{limits['cache_bytes'] / 2**20:.3g} MiB" if limits["cache_bytes"] else ""
     cache = {
         True: f"they fit the last-level cache of {size}, whose bandwidth this is",
@@ -68,7 +68,7 @@ def limits_in_words(facts: Mapping[str, Any] | None) -> str:
     }[limits["fits_cache"]]
     return (
         f"{limits['bandwidth'] / 1e9:.3g} GB/s of reading, {limits['peak'] / 1e9:.3g} GFLOP/s of matrix products in "
-        f"{limits['peak_dtype']}; a forward{one} reads {weights / 1e6:.3g} MB of weights; {cache}"
+        f"{limits['peak_dtype']}; a forward{of_row} reads {weights / 1e6:.3g} MB of weights; {cache}"
     )
 
 

@@ -59,7 +59,7 @@ class ExpertCounts(NamedTuple):
         every = np.arange(chosen.shape[1])
         kept = [every[rows] for rows in output.pending_rows]
         left = []
-        for nodes, got in zip(output.node_rows, committed, strict=False):
+        for nodes, got in zip(output.node_rows, committed, strict=True):
             rows, path = every[nodes], [forest.shape.places.item(row) for row in got.path]
             kept.append(rows[path])
             left.append(np.delete(rows, path))

@@ -74,6 +74,10 @@ class RequestStream:
         total = sum(map(len, known)) if count is None else count
         sizes = [total]
         if drift is not None:
+            if total < 2:
+                raise WrongOption(
+                    f"requests must be at least 2 with drift, one before the change and one after it (got {total})"
+                )
             change = (len(known[0]) if count is None else count // 2) if change is None else change
             if not 0 < change < total:
                 raise WrongOption(

@@ -433,10 +433,14 @@ def test_the_prompts_of_a_stream_change_with_a_request(tmp_path, count, at, numb
     assert [stream.columns(number)["drifted"] for number in (change - 1, change)] == [False, True]
 
 
-@pytest.mark.parametrize(("drift", "at"), [(None, 3), (OTHERS, 7), (OTHERS, 9)])
-def test_a_change_that_the_stream_does_not_have_is_refused(tmp_path, drift, at):
-    with pytest.raises(ValueError, match="drift_at"):
-        RequestStream.of(lab(), settings(tmp_path), None, drift, at)
+@pytest.mark.parametrize(
+    ("count", "drift", "at", "option"),
+    [(None, None, 3, "drift_at"), (None, OTHERS, 7, "drift_at"), (None, OTHERS, 9, "drift_at"),
+     (1, OTHERS, None, r"requests must be at least 2 with drift.*\(got 1\)")],
+)  # fmt: skip
+def test_a_change_that_the_stream_does_not_have_is_refused(tmp_path, count, drift, at, option):
+    with pytest.raises(ValueError, match=option):
+        RequestStream.of(lab(), settings(tmp_path), count, drift, at)
 
 
 class Forgetting(Repeat):

@@ -620,3 +620,11 @@ def test_medusa_heads_begin_with_written_ones(target, tmp_path, name):
         MedusaRecipe(heads=5).resume(fresh, target, tmp_path / "drafter")
     with pytest.raises(ValueError, match=r"start=.* names a drafter to begin with, and hydra"):
         HydraRecipe().resume(fresh, target, tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"), [({"layout": "medusa"}, "layout=own"), ({"draft_vocab_size": 7}, "draft_vocab_size=null")]
+)
+def test_options_with_which_no_heads_can_be_begun_with_say_what_to_set(target, tmp_path, options, wanted):
+    with pytest.raises(ValueError, match=rf"start=.*: set task\.recipe\.{wanted}, or start=null"):
+        MedusaRecipe(**options).resume(None, target, tmp_path)

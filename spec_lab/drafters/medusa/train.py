@@ -107,10 +107,20 @@ class MedusaRecipe(Recipe):
 
     def resume(self, module: Any, target: Target, folder: Path) -> str:
         """See ``Recipe``: of heads that share the target's LM head."""
+        options = ("layout", self.layout, "own"), ("draft_vocab_size", self.draft_vocab_size, None)
+        for option, value, wanted in options:
+            if value != wanted:
+                raise WrongOption(
+                    f"start={folder}: only heads that share all rows of the target's LM head can be begun with, not "
+                    f"with task.recipe.{option}={value}: set task.recipe.{option}={wanted or 'null'}, or start=null"
+                )
         written, h = read_medusa(str(folder), target), target.services.hidden_size
         trunk = 0 if written.trunk is None else len(written.trunk.inner[1])
-        if written.own_lm_heads is not None or self.layout == "medusa" or self.draft_vocab_size is not None:
-            raise WrongOption(f"start={folder}: only heads with all rows of the target's LM head can be begun with")
+        if written.own_lm_heads is not None:
+            raise WrongOption(
+                f"start={folder} holds LM heads of its own, and only heads that share the target's can be begun with: "
+                "name heads of layout=own, or set start=null"
+            )
         if (sizes := (*written.weight.shape[:2], trunk)) != (self.heads, self.layers, self.trunk):
             heads, layers, trunk = sizes
             raise WrongOption(
@@ -122,12 +132,12 @@ class MedusaRecipe(Recipe):
                 module.heads[head][layer].weight.copy_(written.weight[head, layer])
                 module.heads[head][layer].bias.copy_(written.bias[head, layer])
             if written.trunk is not None:
-                for linear, (weight, bias) in (
+                for projection, (weight, bias) in (
                     (module.trunk_in, written.trunk.inner),
                     (module.trunk_out, written.trunk.outer),
                 ):
-                    linear.weight.copy_(weight)
-                    linear.bias.copy_(bias)
+                    projection.weight.copy_(weight)
+                    projection.bias.copy_(bias)
                 module.trunk_in.weight[:, h:] /= TargetHead.of(target).embedding_scale
         return written.sha256
 
