@@ -25,6 +25,12 @@ COUNTS = {
 }
 """Columns of ``serve.SERVED`` by which tau and acceptance along the stream are computed."""
 
+WORKLOAD = {
+    "workload": (pa.string(), "the prompt's workload"),
+    "drifted": (pa.bool_(), "whether the request comes after the change of the workload (the option drift)"),
+}
+"""Columns of ``RequestStream.columns``."""
+
 
 @dataclass(frozen=True)
 class RequestStream:
@@ -94,7 +100,7 @@ class RequestStream:
         return RequestStream(requests, workloads, change, "" if drift is None else digest(drift))
 
     def columns(self, request: int) -> dict[str, Any]:
-        """Return the columns ``workload`` and ``drifted`` of a request."""
+        """Return the columns ``WORKLOAD`` of a request."""
         return {
             "workload": self.workloads[request],
             "drifted": self.change is not None and request >= self.change,

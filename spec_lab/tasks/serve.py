@@ -38,7 +38,7 @@ from spec_lab.results.schema import OPTIONAL, REQUESTS
 from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
-from spec_lab.tasks.drift import COUNTS, RequestStream, add_counts
+from spec_lab.tasks.drift import COUNTS, WORKLOAD, RequestStream, add_counts
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.shell import Done, Task
@@ -78,8 +78,7 @@ ROOFLINE = {
 
 LATER = {
     "other_cores": OPTIONAL["requests"]["other_cores"],
-    "workload": (_TEXT, "the prompt's workload"),
-    "drifted": (pa.bool_(), "whether the request comes after the change of the workload (the option drift)"),
+    **WORKLOAD,
     **COUNTS,
 }
 """Columns that older runs lack."""

@@ -25,16 +25,16 @@ from spec_lab.analysis.results import online
 from spec_lab.core.options import Count, Filled, Number, Share, Whole, WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import BROKEN, Request
-from spec_lab.core.user_cache import default_folder
 from spec_lab.decode.engine import fixed_group
 from spec_lab.propose import Proposer
 from spec_lab.results.schema import STEPS
 from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.results.writer import rows_of
-from spec_lab.tasks.drift import RequestStream
+from spec_lab.tasks.drift import WORKLOAD, RequestStream
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.train import check_count, check_sampling
+from spec_lab.tasks.training_answers import kept_answers
 from spec_lab.text.answers import AnsweredText
 from spec_lab.text.prompts import Prompt
 from spec_lab.train.fit import FitPlan, fit
@@ -49,8 +49,7 @@ VERSION = {
     "stream_round": (pa.int64(), "the round of the stream, from 0"),
     "head_version": (pa.int64(), "the version of the drafter that drafted: the rounds that it has learned from"),
     "head_sha256": (pa.string(), "SHA-256 of its weights"),
-    "workload": (pa.string(), "the prompt's workload"),
-    "drifted": (pa.bool_(), "whether the request comes after the change of the workload"),
+    **WORKLOAD,
 }
 """Columns of ``steps`` beside ``results.schema.STEPS``; the group is the first of the requests decoded together."""
 
@@ -205,8 +204,7 @@ class _Online:
         """Return the files of the answers that the drafter learns from before the stream begins."""
         lab, settings = self.lab, self.settings
         asked = replace(lab, prompts=lab.prompts[: self.before]).requests(settings) if self.before else []
-        kept = (default_folder() or settings.output_dir) / "answers"
-        texts = answer(lab.target, asked, settings.batch_size, settings.seed, lab.pieces, kept)
+        texts = answer(lab.target, asked, settings.batch_size, settings.seed, lab.pieces, kept_answers(settings))
         return self._recorded(texts, "texts/before")
 
     def _recorded(self, texts: Sequence[AnsweredText], name: str) -> list[Path]:

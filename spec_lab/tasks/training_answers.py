@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from spec_lab.core.options import WrongOption
@@ -72,8 +73,7 @@ class Answers:
             tick(len(conversations), True)
             return [self.known[number] for number, _ in conversations]
         texts, answers = list[AnsweredText](), {conversation: list[str]() for conversation in conversations}
-        batch, seed = self.settings.batch_size, self.settings.seed
-        kept = (default_folder() or self.settings.output_dir) / "answers"
+        batch, seed, kept = self.settings.batch_size, self.settings.seed, kept_answers(self.settings)
         for turn in range(max(self.lab.prompts[number].turns for number, _ in conversations)):
             asking = [conversation for conversation in conversations if self.lab.prompts[conversation[0]].turns > turn]
             requests = [self._request(conversation, answers[conversation]) for conversation in asking]
@@ -108,6 +108,11 @@ class Answers:
         request = self.lab.turn(self.settings, number, answers).request
         turns = max(prompt.turns for prompt in self.lab.prompts)
         return replace(request, id=request.id + repeat * turns * len(self.lab.prompts))
+
+
+def kept_answers(settings: Settings) -> Path:
+    """Return the folder in which answers are kept for other drafters."""
+    return (default_folder() or settings.output_dir) / "answers"
 
 
 def answers_of(

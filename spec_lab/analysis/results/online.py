@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spec_lab.analysis import figures
-from spec_lab.analysis.results.serving import marked_change
-from spec_lab.results.result import INTERVAL, Cell, DataTable, Result, Section, cell, ended_run
+from spec_lab.analysis.results.serving import RANGE, along_stream, marked_change
+from spec_lab.results.result import Cell, DataTable, Result, Section, cell, ended_run
 
-RANGE = {"first": int, "last": int, "steps": int, "tau_pooled": INTERVAL, "draft_token_rate": INTERVAL}
 SUMMARY = {
     "drafter": str, "temperature": float, "requests": int, "round": int, "?change": (int, None),
     "versions": [{"version": int, "sha256": str, "texts": int, "steps": int, "seconds": float}],
@@ -36,12 +33,7 @@ def result(folder: Path) -> Result:
     size, change = summary["round"], summary.get("change")
     arms = {name: arm["rounds"] for name, arm in summary["arms"].items()}
     marked = None if change is None else (change / size + 0.5, marked_change(change)[1])
-    drawn = {
-        name: partial(figures.by_range, {"round": arms}, figure, label, {}, marked)
-        for name, figure, label in (
-            ("tau_online", "tau_pooled", "tau"), ("acceptance_online", "draft_token_rate", "acceptance rate"),
-        )
-    }  # fmt: skip
+    drawn = along_stream({"round": arms}, "online", marked)
     changes = [] if change is None else [f"The workload changes with request {change}, in round {change // size + 1}."]
     return Result(
         manifest["config"].get("name", "run"),

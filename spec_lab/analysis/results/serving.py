@@ -25,7 +25,8 @@ ARM = {
     "speedup": INTERVAL, "?memory_bound_share": REAL,
     "?roofline_share": INTERVAL, "queue": TIMES, "prefill": TIMES, "ttft": TIMES, "tpot": TIMES,
 }  # fmt: skip
-RANGE = {"first": int, "last": int, "requests": int, "tau_pooled": INTERVAL, "draft_token_rate": INTERVAL}
+RANGE = {"first": int, "last": int, "tau_pooled": INTERVAL, "draft_token_rate": INTERVAL}
+"""Figures of a part of a stream."""
 SUMMARY = {
     "?verdict": str, "?verdict_reasons": [str],
     "arrivals": str, "temperature": float, "segments": int, "broken_segments": int, "arms": {str: ARM},
@@ -105,16 +106,24 @@ def _drift(drift: Mapping[str, Any]) -> Section:
         rates = [cell(row and row["draft_token_rate"], ".1f", 100) for row in chosen]
         rows.append([Cell(arm, colour=figures.colour(arm)), *taus, *rates])
     names = [f"{name} {when}" for name in ("tau", "acceptance rate %") for when in ("before", "after", "at the end")]
-    panels = {"request of the stream": arms}
-    drawn = {
-        name: partial(figures.by_range, panels, figure, label, {}, marked_change(change), figures.colours(arms))
-        for name, figure, label in (
-            ("tau_drift", "tau_pooled", "tau"), ("acceptance_drift", "draft_token_rate", "acceptance rate"),
-        )
-    }  # fmt: skip
+    drawn = along_stream({"request of the stream": arms}, "drift", marked_change(change), figures.colours(arms))
     table = DataTable([("arm", False), *((name, True) for name in names)], rows)
     how = f"Windows of {drift['window']} requests; the workload changes with request {change}. {DRIFT}"
     return Section("Change of the workload", how, table, drawn if arms else {})
+
+
+def along_stream(
+    panels: Mapping[str, Any], end: str, marked: tuple[float, str] | None, colours: Mapping[str, str] | None = None
+) -> dict[str, partial[Any]]:
+    """Return the figures of tau and of the acceptance rate along a stream; ``end`` is the end of their names.
+
+    Args: as in ``figures.by_range``.
+    """
+    pair = ("tau", "tau_pooled", "tau"), ("acceptance", "draft_token_rate", "acceptance rate")
+    return {
+        f"{name}_{end}": partial(figures.by_range, panels, figure, label, {}, marked, colours)
+        for name, figure, label in pair
+    }
 
 
 def marked_change(change: int) -> tuple[float, str]:
