@@ -24,7 +24,9 @@ MAX_BYTES = 200_000
 LINK = re.compile(
     r"(?:\]\(|\b(?:src|href)=\"|^\[[^\]]+\]:[ \t]+)(?P<target>[^\s)\"#]*)(?:#(?P<anchor>[^\s)\"]*))?", re.MULTILINE
 )
-CODE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+CODE = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+|~~~+).*?^(?P=indent)(?P=fence)\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL
+)
 
 
 def links(text: str) -> Iterator[re.Match[str]]:

@@ -10,7 +10,8 @@ from spec_lab.cli.explain.markdown import slug
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(
-    r"^(?P<fence>```+|~~~+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=fence)\s*$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=fence)\s*$",
+    re.MULTILINE | re.DOTALL,
 )
 PROGRAMS = ("python", "python3", "spec-lab", "torchrun", "srun", "time")
 

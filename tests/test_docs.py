@@ -71,6 +71,12 @@ def test_every_link_leads_somewhere():
     assert broken == []
 
 
+def test_blocks_inside_lists_are_indented_by_four_spaces():
+    """Python-Markdown, which renders the site, ends a list at a block that is indented by less."""
+    fences = [(file, fence) for file, text in texts() for fence in re.findall(r"^( +)(?:```|~~~)", text, re.MULTILINE)]
+    assert [str(file.relative_to(ROOT)) for file, indent in fences if len(indent) % 4] == [] != fences
+
+
 def test_sub_commands_parse():
     count = 0
     for command in all_commands():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -42,8 +43,10 @@ def show(result: Result, console: Console, verbose: bool = False) -> None:
     say(console, f"{result.title}: {result.lead}", "bold")
     for line in result.warnings:
         say(console, line, "bold", wrap=not line.startswith("Left out"))  # folders stay on one line
+    for line in result.verdict if result.verdict_first else ():
+        say(console, line)
     for number, section in enumerate(result.sections):
-        show_section(section, console, verbose, () if number else result.verdict)
+        show_section(section, console, verbose, () if number or result.verdict_first else result.verdict)
     hidden = any(section.details or (section.table and section.explanation()) for section in result.sections)
     if hidden and not verbose:
         say(console, "-v adds what the columns hold, and further figures.")
@@ -135,9 +138,23 @@ def _widths(table: DataTable, columns: Sequence[int], ends: bool, width: int) ->
     return widths
 
 
+def _folded(text: str, width: int) -> str:
+    """Return a text in which words longer than a column are broken before "=" and after ".", if they have them."""
+    words = []
+    for word in text.split(" "):
+        lines = [""]
+        for part in re.split(r"(?==)|(?<=\.)", word) if cell_len(word) > width else [word]:
+            if lines[-1] and cell_len(lines[-1] + part) > width:
+                lines.append("")
+            lines[-1] += part
+        words.append("\n".join(lines))
+    return " ".join(words)
+
+
 def _grid(table: DataTable, columns: Sequence[int], ends: bool, width: int) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for column, column_width in zip(columns, _widths(table, columns, ends, width), strict=True):
+    widths = _widths(table, columns, ends, width)
+    for column, column_width in zip(columns, widths, strict=True):
         heading, numeric = table.columns[column]
         shown.add_column(
             Text(visible(heading)),
@@ -146,5 +163,6 @@ def _grid(table: DataTable, columns: Sequence[int], ends: bool, width: int) -> T
             width=column_width,
         )
     for row in table.rows:
-        shown.add_row(*(Text(_text(row[column], ends)) for column in columns))
+        texts = [_text(row[column], ends) for column in columns]
+        shown.add_row(*(Text(_folded(text, column_width)) for text, column_width in zip(texts, widths, strict=True)))
     return shown

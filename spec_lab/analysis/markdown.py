@@ -63,8 +63,9 @@ def document(result: Result, facts: Mapping[str, Any], overrides: Sequence[str])
 def body(result: Result) -> str:
     """Return the title, what was measured, warnings and sections of a result."""
     blocks = [f"# {escaped(result.title)}", escaped(result.lead), *(f"**{escaped(line)}**" for line in result.warnings)]
+    blocks += [escaped(line) for line in result.verdict if result.verdict_first]
     for number, section in enumerate(result.sections):
-        blocks += _section(section, () if number else result.verdict)
+        blocks += _section(section, () if number or result.verdict_first else result.verdict)
     return "\n\n".join(blocks)
 
 

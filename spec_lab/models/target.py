@@ -71,12 +71,15 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The self-check's result, data type, how the model is quantized, and what its weights were converted from."""
-        source = {"source_sha256": self.source_sha256} if self.source_sha256 else {}
+        """Name, self-check, data type, how the model is quantized (``weights``: of llama.cpp), and what its weights were
+        converted from.
+        """
+        more = {"weights": self.lm.facts["model"]} if "model" in self.lm.facts else {}
+        more |= {"source_sha256": self.source_sha256} if self.source_sha256 else {}
         return {
-            "self_check": self.self_check, "tolerance": self.tolerance,
+            "name": self.name, "self_check": self.self_check, "tolerance": self.tolerance,
             "self_check_in_float32": self.checked_in_float32, "quantization": self.lm.quantization,
-            "dtype": str(self.lm.dtype).removeprefix("torch."), **source,
+            "dtype": str(self.lm.dtype).removeprefix("torch."), **more,
         }  # fmt: skip
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any
 
 from spec_lab.core.faults import warn
 from spec_lab.core.files import Unreadable, expect
+from spec_lab.core.terminal import short_path
 from spec_lab.results.old_names import read_summary
 
 Value = Mapping[str, float | None] | float | None
@@ -145,6 +146,7 @@ class Result:
         facts: further facts about the run, for its page.
         constraint: the name of the run's constraint.
         key: the figures that a page shows first: speed-up, tau, acceptance, losslessness; its table has few columns.
+        verdict_first: whether the verdict stands before the first table on a terminal too, as on a page.
     """
 
     title: str
@@ -155,6 +157,7 @@ class Result:
     facts: Mapping[str, Any] = field(default_factory=dict)
     constraint: str | None = None
     key: Section | None = None
+    verdict_first: bool = False
 
     def draw(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the figures that there is data for, by name: all, or those of ``names``. One that cannot be drawn is
@@ -213,3 +216,23 @@ def ended_run(folder: Path, shape: Mapping[str, Any]) -> tuple[dict[str, Any], .
             f"{folder} has no summary.json: its task has not ended; run the same command again to resume it"
         )
     return manifest, summary
+
+
+UNNAMED = "custom"
+"""The default of the option ``name``."""
+
+
+def target_name(manifest: Mapping[str, Any]) -> str:
+    """Return the name of a run's target: its path, shortened, or its name on the hub; empty where it is not known."""
+    target = manifest["config"].get("target") or {}
+    return short_path(target.get("path") or (manifest.get("target") or {}).get("name"))
+
+
+def run_title(manifest: Mapping[str, Any]) -> str:
+    """Return the title of a run: the name of its experiment; where none was given "PROPOSER on TARGET"."""
+    name, target = str(manifest["config"].get("name", "run")), target_name(manifest)
+    if name != UNNAMED or not target:
+        return name
+    drafters = [facts.get("name") for facts in (manifest.get("proposers") or {}).values()]
+    proposer = next((drafter for drafter in drafters if drafter and drafter != "none"), "")
+    return f"{proposer} on {target}" if proposer else target

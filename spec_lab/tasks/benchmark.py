@@ -196,7 +196,7 @@ class _Groups:
         lab, settings, arms = self.lab, self.settings, self.arms
         texts = TokenTexts.of(lab.target) if settings.records_drafts else None
         turns = sum(lab.prompts[turn.conversation].turns for number in numbers for turn in self.groups[number])
-        with Progress(total=turns * len(arms), desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
+        with Progress(total=turns * len(arms), desc=settings.name, unit="answer", disable=one_of_several()) as bar:
             if numbers and settings.warmup:
                 bar.set_postfix_str("warming up")
                 _warm_up(arms, self.requests[: settings.batch_size], settings.warmup)
@@ -212,9 +212,8 @@ class _Groups:
                 seen = tracking.group_figures(pd.DataFrame(rows.requests), main)
                 if not self.repeat_disturbed:  # one that may be decoded again is logged at the end
                     lab.tracker.group(number, seen)
-                bar.set_postfix(
-                    {key.rpartition("/")[0] or main: f"{speed:.3g} tokens/s" for key, speed in seen.items()}
-                )
+                speeds = {key.rpartition("/")[0] or main: speed for key, speed in seen.items()}
+                bar.set_postfix_str(f"{main} {speeds[main]:.3g} tokens/s" if main in speeds else "")
 
 
 def one_of_several() -> bool:

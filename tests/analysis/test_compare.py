@@ -154,7 +154,7 @@ def test_identical_rows_are_identical(tmp_path):
 def test_on_few_groups_nothing_is_tested(tmp_path):
     comparison = compare([write(tmp_path / "a", taus(7)), write(tmp_path / "b", 2 * taus(7))])
     assert words(comparison)["speedup_geometric_mean"] == words(comparison)["tau_pooled"] == "too few"
-    assert comparison.tested == 0
+    assert comparison.tested == 0 and "; too few prompts to test" in shown(comparison)
     assert "7 prompts, 8 needed" in shown(comparison)
     two = [write(tmp_path / name, 2 * taus(2) * noise(2, seed)) for seed, name in enumerate("cd")]
     assert words(compare(two, level=0.999999))["speedup_geometric_mean"] == "too few"

@@ -63,6 +63,23 @@ def test_a_result_has_its_verdict_below_its_first_table_and_untrusted_text_as_it
     assert places == sorted(places) and "drawn" not in text
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_verdict_stands_before_the_first_table_where_a_result_says_so(first):
+    console = Console(file=io.StringIO(), width=80)
+    arms = Section("Arms", "", DataTable([("arm", False)], [[Cell("medusa")]]))
+    show(Result("run", "lead", [arms], ["Best reading: a."], verdict_first=first), console)
+    text = console.file.getvalue()
+    assert (text.index("Best reading") < text.index("medusa")) is first and text.count("Best reading") == 1
+
+
+def test_an_option_is_broken_before_its_value():
+    option = "proposer.norm_before_residual=true"
+    columns = [("reading", False), ("meaning", False), *((f"figure {number}", True) for number in range(2))]
+    row = [Cell(option), Cell("a meaning of many words " * 2), cell(VALUE), cell(VALUE)]
+    text = printed(DataTable(columns, [row]), 72)
+    assert option not in text and "norm_before_residual" in text and " =true" in text
+
+
 def test_a_number_has_its_interval_and_what_is_not_known_is_empty():
     assert interval(VALUE) == "1.50 [1.25, 1.75]" and interval(VALUE | {"low": None}) == interval(1.5) == "1.50"
     assert [interval(unknown) for unknown in (None, float("nan"), {"mean": None, "low": 1.0, "high": 2.0})] == [""] * 3

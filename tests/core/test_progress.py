@@ -81,3 +81,32 @@ def test_a_terminal_has_a_bar(monkeypatch):
     with Progress(total=2, desc="run", unit="prompt") as bar:
         bar.update(2)
     assert bar.repeated is None and "100%" in screen.getvalue()
+
+
+class Bar(Progress):
+    """A bar of a terminal of 80 columns."""
+
+    def __init__(self, **options):
+        super().__init__(ncols=80, file=Terminal(), **options)
+
+
+def test_what_stands_behind_a_bar_is_cut_so_that_the_bar_keeps_its_columns(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Bar(total=8, desc="custom", unit="answer") as bar:
+        bar.update(4)
+        bar.set_postfix_str("draft_chain " * 9)
+        line = str(bar)
+    assert len(line) == 80 and "|#####     |" in line.replace("█", "#") and line.endswith("…]")
+
+
+def test_seconds_are_whole_and_have_no_rate(log, monkeypatch):
+    file, printed = log()
+    with Progress(total=240, desc="run", unit="second", clock=True) as bar:
+        bar.update(42.0196)
+        printed.clear()
+        assert printed.wait(60)
+    assert file.getvalue().splitlines()[-1] == "run: 42/240 seconds"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Bar(total=240, desc="run", clock=True) as bar:
+        bar.update(42.0196)
+        assert str(bar).endswith("| 42/240 seconds")

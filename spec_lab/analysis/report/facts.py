@@ -8,6 +8,7 @@ from typing import Any
 from spec_lab.analysis.roofline_text import limits_in_words
 from spec_lab.core.terminal import short_path
 from spec_lab.results.old_names import target_dtype
+from spec_lab.results.result import target_name
 
 
 def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: Any) -> dict[str, Any]:
@@ -24,18 +25,20 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     chat = manifest.get("chat") or {}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
     proposers = manifest["proposers"]
-    device = (target_dtype(manifest), device_text(manifest), target.get("attention"))
+    weights = (manifest.get("target") or {}).get("weights")  # of llama.cpp, which computes them as they are stored
+    device = (weights or target_dtype(manifest), device_text(manifest), target.get("attention"))
+    asked = (prompts.get("name"), short_path(prompts.get("path")))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
         "experiment": config.get("name"),
-        "model": short_path(target.get("path")),
+        "model": target_name(manifest),
         "precision, device, attention": ", ".join(str(fact) for fact in device if fact),
         "proposers": "; ".join(
             arm if facts.get("name") in (None, arm) else f"{arm}: {facts['name']}" for arm, facts in proposers.items()
         ),
         "constraint": constraint,
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
-        "prompts": short_path(prompts.get("path")) or prompts.get("_target_"),
+        "prompts": ", ".join(str(fact) for fact in asked if fact) or prompts.get("_target_"),
         "chat": ", ".join(f"{key} {value}" for key, value in chat.items()),
         "prompts, SHA-256": manifest.get("prompts_sha256"),
         "batch size": config.get("batch_size"),

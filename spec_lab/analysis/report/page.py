@@ -48,6 +48,7 @@ def render(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"visible": visible, "on_dark": on_dark, "dark_colours": dark_colours}
+    environment.filters["heading_width"] = heading_width
     code, looks = (
         [(HERE / f"{name}.{ending}").read_text(encoding="utf-8") for name in ("page", *["tokens"] * (view is not None))]
         for ending in ("js", "css")
@@ -65,3 +66,8 @@ def _policy(scripts: Sequence[str]) -> str:
     hashes = (sha256(re.sub("\r\n?", "\n", text).encode()).digest() for text in scripts)
     allowed = " ".join(f"'sha256-{b64encode(digest).decode()}'" for digest in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def heading_width(heading: str) -> int:
+    """Return the letters at which a column's heading has at most two lines; 24 of one that is still longer."""
+    return min(24, (len(heading) + max(map(len, heading.split(" ")))) // 2 + 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures
-from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, number, read_run
+from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, number, read_run, run_title
 
 TEST = {"name": str, "samples": int, "p_value": REAL, "detectable": REAL}
 CONTROL = {**TEST, "p_value": float}
@@ -99,7 +99,7 @@ def result(folder: Path) -> Result:
         warnings = ["The control was not detected: too few samples. Raise task.samples."]
     lead = f"{count} pair{'s' * (count != 1)} of proposer and verifier"
     lead += known.get(certificate["certified"], "; NOT every pair is certified")
-    return Result(manifest["config"].get("name", "run"), lead, sections, warnings=warnings)
+    return Result(run_title(manifest), lead, sections, warnings=warnings)
 
 
 def _verdicts(pairs: Pairs, masks: Mapping[str, Any] | None) -> DataTable:

@@ -47,6 +47,8 @@ def result(comparison: Comparison) -> Result:
     """Return the result of a comparison: its tables of changes, figures and notes."""
     several = len(comparison.runs) > 1
     lead = f"{len(comparison.runs)} runs, the first is the reference" if several else "the arms of one run"
+    verdicts_given = {change.verdict for pair in comparison.pairs for change in pair.changes}
+    few = not comparison.tested and "too few" in verdicts_given
     rows = [[Cell(run.label), Cell(short_path(run.name)), Cell(comparison.described[run.label])]
             for run in comparison.runs]  # fmt: skip
     compared = DataTable([(name, False) for name in ("", "run", "contents")], rows, len(rows) > 12)
@@ -62,7 +64,7 @@ def result(comparison: Comparison) -> Result:
     if len(names) == len(comparison.runs) < 4:  # not runs of a sweep, whose long names look the same
         title = f"Comparison of {' and '.join(shortened(Path(run.name).name, 40) for run in comparison.runs)}"
     return Result(
-        title, f"{lead}; {comparison.tested} tested changes",
+        title, f"{lead}; " + ("too few prompts to test" if few else f"{comparison.tested} tested changes"),
         [
             Section("Compared", "", compared, notes=[equal] * (several and not comparison.configuration)),
             *_settings("Configuration, where it differs", comparison.configuration),

@@ -11,7 +11,7 @@ from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import ratio
 from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import verdict_line
-from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, ended_run
+from spec_lab.results.result import REAL, Cell, DataTable, Result, Section, cell, ended_run, run_title
 
 PLACE = {"batch": int, "context": int}
 SPREAD = {**PLACE, "seconds": float, "low": float, "high": float}
@@ -46,7 +46,7 @@ def result(folder: Path) -> Result:
 
     by_nodes = [("batch", True), ("context", True)], batch, lambda row: f"{row['nodes']:g}"
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"step costs, temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
         f"{summary['steps']} steps, with quartiles over repeats",
         [

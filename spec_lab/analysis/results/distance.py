@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis import figures
-from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, Value, cell, ended_run
+from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, Value, cell, ended_run, run_title
 
 SUMMARY = {
     "temperature": float, "max_new_tokens": int, "constraint": (None, {"name": str}), "?guarantee": {str: str},
@@ -43,7 +43,7 @@ def result(folder: Path) -> Result:
         )
     drawn = {"distance": partial(figures.distance, rows)}
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"constraint {name}, masked outputs against valid ones, temperature {summary['temperature']:g}, up to "
         f"{summary['max_new_tokens']} tokens",
         [Section("Distance", DISTANCE, _table(rows), drawn, notes, missing="No distance was measured.")],

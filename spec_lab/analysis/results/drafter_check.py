@@ -11,7 +11,18 @@ from typing import Any
 from spec_lab.analysis import figures
 from spec_lab.analysis.figures.drafter_check import NAMES
 from spec_lab.analysis.results.reliability import MEANING, calibrations, shape
-from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run, interval
+from spec_lab.results.result import (
+    INTERVAL,
+    REAL,
+    Cell,
+    DataTable,
+    Result,
+    Section,
+    cell,
+    ended_run,
+    interval,
+    run_title,
+)
 
 RANGE = {"first": int, "last": int, "steps": int, "tokens": INTERVAL, "beyond": bool}
 SUMMARY = {
@@ -63,7 +74,7 @@ def result(folder: Path) -> Result:
     shown = {NAMES[key]: readings[number] for key, number in zip(NAMES, names, strict=False)}
     stated = {NAMES.get(name, name): facts for name, facts in summary["calibration"].items() if facts is not None}
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"{summary['proposer']}, {_drafts(summary)}, along {summary['texts']} answers of "
         f"{summary['tokens']} tokens at temperature {summary['temperature']:g}",
         [
@@ -81,6 +92,7 @@ def result(folder: Path) -> Result:
                     missing="The drafter states no probabilities."),
         ],
         verdict(summary),
+        verdict_first=True,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis.results.serving import RANGE, along_stream, marked_change
-from spec_lab.results.result import Cell, DataTable, Result, Section, cell, ended_run
+from spec_lab.results.result import Cell, DataTable, Result, Section, cell, ended_run, run_title
 
 SUMMARY = {
     "drafter": str, "temperature": float, "requests": int, "round": int, "?change": (int, None),
@@ -36,7 +36,7 @@ def result(folder: Path) -> Result:
     drawn = along_stream({"round": arms}, "online", marked)
     changes = [] if change is None else [f"The workload changes with request {change}, in round {change // size + 1}."]
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"{summary['drafter']}, {summary['requests']} requests in rounds of {size}, temperature "
         f"{summary['temperature']:g}",
         [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lab.analysis.text import verdict_line
-from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run
+from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run, run_title
 
 MODE = {
     "mode": str, "predicted": INTERVAL, "predicted_tau": float, "nodes": float, "measured": (None, INTERVAL),
@@ -28,7 +28,8 @@ SUMMARY = {
 MODES = (
     "Predicted: tau by replay of a few recordings, over the measured cost of its steps. Measured: in paired groups of "
     "prompts against decoding without speculation, with intervals that allow for all measured modes and looks. Only a "
-    "mode whose whole interval is above 1 is recommended. tau: emitted tokens of a step, as measured."
+    "mode whose whole interval is above 1 is recommended. tau: emitted tokens of a step, as measured; predicted tau: by "
+    "replay."
 )
 BADGES = {"recommended": "good", "faster": "good", "slower": "bad", "not shown faster": "warn", "not measured": "plain"}
 
@@ -51,14 +52,14 @@ def result(folder: Path) -> Result:
         sections.append(Section("What would have to change", "", notes=summary["changes"]))
     if len(summary["batches"]) > 1:
         how = "The best prediction at each batch size, by the measured cost of steps; drafting as in the recording."
-        sections.append(Section("Batch sizes", how, _batches(summary["batches"])))
+        sections.append(Section("Batch sizes", how, _batches(summary["batches"], summary["modes"])))
     if summary["projection"] is not None:
         sections.append(_projection(summary["projection"]))
     if summary["refused"]:
         rows = [[Cell(line["mode"]), Cell(line["reason"])] for line in summary["refused"]]
         sections.append(Section("Not tried", "", DataTable([("mode", False), ("reason", False)], rows)))
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"{summary['judged']} modes judged, {summary['seconds'] / 60:.1f} of {summary['minutes']:g} minutes, "
         f"batch size {summary['batch_size']}, temperature {summary['temperature']:g}, outputs of at most "
         f"{summary['max_new_tokens']} tokens",
@@ -69,19 +70,21 @@ def result(folder: Path) -> Result:
 
 def _modes(modes: Sequence[Mapping[str, Any]]) -> DataTable | None:
     rows = [
-        [Cell(row["mode"]), Cell(row["state"], badge=BADGES.get(row["state"], "plain")), cell(row["predicted"]),
-         cell(row["measured"]), cell(row["predicted_tau"] if row["tau"] is None else row["tau"]),
+        [Cell(f"{number}: {row['mode']}"), Cell(row["state"], badge=BADGES.get(row["state"], "plain")),
+         cell(row["predicted"]), cell(row["measured"]), cell(row["tau"]), cell(row["predicted_tau"]),
          cell(row["nodes"], ".1f"), cell(row["groups"], ".0f")]
-        for row in modes
+        for number, row in enumerate(modes, 1)
     ]  # fmt: skip
-    names = ("predicted", "measured", "tau", "nodes", "groups")
-    columns = [("mode", False), ("", False), *((name, True) for name in names)]
-    return DataTable(columns, rows, more=("nodes", "groups")) if rows else None
+    names = ("predicted", "measured", "tau", "predicted tau", "nodes", "groups")
+    columns = [("mode", False), ("verdict", False), *((name, True) for name in names)]
+    return DataTable(columns, rows, more=("predicted tau", "nodes", "groups")) if rows else None
 
 
-def _batches(rows: Sequence[Mapping[str, Any]]) -> DataTable:
-    cells = [[cell(row["batch"], ".0f"), Cell(row["mode"] if row["predicted"] > 1 else f"none ({row['mode']})"),
-              cell(row["predicted"])] for row in rows]  # fmt: skip
+def _batches(rows: Sequence[Mapping[str, Any]], modes: Sequence[Mapping[str, Any]]) -> DataTable:
+    numbers = {row["mode"]: f"mode {number}" for number, row in enumerate(modes, 1)}
+    names = [numbers.get(row["mode"], row["mode"]) for row in rows]
+    cells = [[cell(row["batch"], ".0f"), Cell(name if row["predicted"] > 1 else f"none ({name})"),
+              cell(row["predicted"])] for row, name in zip(rows, names, strict=True)]  # fmt: skip
     return DataTable([("batch", True), ("mode", False), ("predicted", True)], cells)
 
 

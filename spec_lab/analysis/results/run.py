@@ -34,7 +34,19 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.propose import trees
 from spec_lab.results.manifest import finite
 from spec_lab.results.old_names import target_dtype
-from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, interval, number, read_run
+from spec_lab.results.result import (
+    INTERVAL,
+    REAL,
+    Cell,
+    DataTable,
+    Result,
+    Section,
+    cell,
+    interval,
+    number,
+    read_run,
+    run_title,
+)
 
 PARTS = {
     "?metrics": {str: INTERVAL},
@@ -211,7 +223,7 @@ def result(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> Result:
                     missing="No arm has bounds for its own verifier.")
         )  # fmt: skip
     return Result(
-        str(run.manifest["config"].get("name", "run")), _lead(run), sections, [_headline(arms) + verdict_line(judged)],
+        run_title(run.manifest), _lead(run), sections, [_headline(arms) + verdict_line(judged)],
         _warnings(run),
         {"groups": str(tables.requests["group"].nunique())}, run.summary.get("constraint"),
         _key(arms, judged.get("verdict")),
@@ -407,11 +419,12 @@ def _identical(run: RunFiles, arms: Arms) -> list[str]:
     largest = {name: each["largest"] for name, each in run.summary["output_margins"].items() if name not in lossy}
     if not largest or None in largest.values():
         return [f"{line}."]
-    dtype = target_dtype(run.manifest) or "the target's data type"
+    quantized = "weights" in (run.manifest.get("target") or {})  # of llama.cpp
+    dtype = "llama.cpp" if quantized else target_dtype(run.manifest) or "the target's data type"
     others = "the others" + f" of {', '.join(largest)}" * bool(lossy)
     line += f"; {others} first differ at tokens whose logits are within {max(largest.values()):.2g}, by rounding in "
     line += dtype
-    return [line + "; target.dtype=float32 checks that." if dtype != "float32" else f"{line}."]
+    return [f"{line}." if quantized or dtype == "float32" else line + "; target.dtype=float32 checks that."]
 
 
 def _estimates(arms: Arms) -> list[str]:

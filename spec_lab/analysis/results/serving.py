@@ -17,7 +17,7 @@ from spec_lab.analysis.text import cache_notes, kv_notes, verdict_line
 from spec_lab.core.files import Unreadable
 from spec_lab.core.tables import read_table
 from spec_lab.results.old_names import with_columns
-from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run
+from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run, run_title
 
 TIMES = {"mean": REAL, **{f"p{percent}": REAL for percent in PERCENTILES}}
 ARM = {
@@ -82,7 +82,7 @@ def result(folder: Path) -> Result:
     requests = max((values["requests"] for values in arms.values()), default=0)
     drawn = {"latency": lambda: figures.latency(latencies(rows))} if len(rows) else {}
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"{requests} requests, arrivals: {summary['arrivals']}, at most {summary['max_batch_size']} at once, "
         f"temperature {summary['temperature']:g}, {summary['segments']} segments",
         [

@@ -11,7 +11,7 @@ from typing import Any
 from spec_lab.analysis import figures
 from spec_lab.core.files import Unreadable, expect, read_text
 from spec_lab.core.terminal import short_path
-from spec_lab.results.result import DataTable, Result, Section, cell, read_run
+from spec_lab.results.result import DataTable, Result, Section, cell, read_run, run_title, target_name
 
 SUMMARY = {
     "drafter": str, "sha256": str, "texts": int, "steps": int, "parameters": int, "temperature": float,
@@ -47,7 +47,7 @@ def result(folder: Path) -> Result:
     config, drafter = manifest["config"], short_path(folder.absolute() / "drafter")
     task = config.get("task") or {}
     name = summary.get("drafter") or (manifest["arms"] or ["drafter"])[0]
-    target = short_path((config.get("target") or {}).get("path"))
+    target = target_name(manifest)
     steps = summary.get("steps") or curve[-1]["step"]
     table, lengths, about = None, [], [f"It is written to {drafter} when the training ends."]
     if summary:
@@ -65,7 +65,7 @@ def result(folder: Path) -> Result:
             f"SHA-256: {summary['sha256']}",
         ]
     return Result(
-        config.get("name", "run"),
+        run_title(manifest),
         f"training of {name}{f' for {target}' if target else ''}, {steps} steps",
         [
             Section("Acceptance on held-out prompts", HELD_OUT, table, {"held_out": partial(figures.held_out, curve)},

@@ -9,7 +9,18 @@ from typing import Any
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.results.bounds import BOUNDS, bounds_notes
-from spec_lab.results.result import INTERVAL, REAL, Cell, DataTable, Result, Section, cell, ended_run, interval
+from spec_lab.results.result import (
+    INTERVAL,
+    REAL,
+    Cell,
+    DataTable,
+    Result,
+    Section,
+    cell,
+    ended_run,
+    interval,
+    run_title,
+)
 
 VERIFIER = {
     "lossless": bool, "kind": str, "expected_accepted": INTERVAL, "difference": INTERVAL, "share_of_bound": INTERVAL,
@@ -58,7 +69,7 @@ def result(folder: Path) -> Result:
     times = [row for name, facts in proposers.items() for row in _times(name, facts)]
     columns = [("proposer", False), ("verifier", False), ("microseconds [quartiles]", True), ("of the forward", True)]
     return Result(
-        manifest["config"].get("name", "run"),
+        run_title(manifest),
         f"{summary['requests']} prompts, {summary['tokens']} tokens of the target at temperature "
         f"{summary['temperature']:g}, a draft every {summary['every']} tokens",
         [

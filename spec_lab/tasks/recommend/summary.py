@@ -56,6 +56,7 @@ def summarise(
     command = " ".join(["spec-lab", *(shlex.quote(text) for text in [*kept, *chosen.overrides])])
     preset = own_folder(settings.output_dir / "experiment") / "recommended.yaml"
     write_text(preset, chosen.preset(f"Recommended by spec-lab recommend for {stages.lab.target.name}."))
+    modes = [*_measured(few, confirmed, of_mode, batch), *_others(judged, few, batch)][:MAX_LINES]
     depth = 0 if best is None or not len(of_mode[chosen.name]) else int(of_mode[chosen.name]["depth"].max())
     return {
         "experiment": settings.name, "target": stages.lab.target.name, "temperature": stages.lab.sampling.temperature,
@@ -65,12 +66,12 @@ def summarise(
                         "preset": f"spec-lab --config-dir {shlex.quote(str(preset.parents[1]))} "
                                   "+experiment=recommended"},
         "conclusion": conclusion(stages, few, confirmed),
-        "modes": [*_measured(few, confirmed, of_mode, batch), *_others(judged, few, batch)][:MAX_LINES],
+        "modes": modes,
         "costs": [{"batch": size, "nodes": nodes, "seconds": seconds, "spread": stages.spread.get(size)}
                   for size, costs in stages.costs.items() for nodes, seconds in costs.items()],
         "refused": [{"mode": name, "reason": reason} for name, reason in stages.refused.items()],
         "engines": {} if best is None else flags(chosen, depth, stages.facts.get(chosen.name, {})),
-        "changes": [] if best is not None else changes(stages, judged, confirmed),
+        "changes": [] if best is not None else changes(stages, judged, confirmed, modes),
         "batches": _by_batch(judged, batch),
         "projection": None if projected is None else _projected(of_mode, stages, *projected),
     }  # fmt: skip
@@ -78,13 +79,13 @@ def summarise(
 
 def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) -> str:
     """Return the verdict in one sentence."""
-    percent = f"{confirmed.level:.1%}"
+    percent = f"{confirmed.level:.1%}: 95 % for all {len(few)} modes and several looks together"
     if confirmed.fastest:
         mean, low, high = confirmed.speedups[confirmed.fastest]
         return (
             f"Run {confirmed.fastest}: {mean:.2f} times the speed of decoding without speculation [{low:.2f}, "
-            f"{high:.2f}], measured on {confirmed.groups[confirmed.fastest]} groups of prompts (an interval "
-            f"of {percent}, which allows for the number of modes, {len(few)}, and for several looks)."
+            f"{high:.2f}], measured on {confirmed.groups[confirmed.fastest]} groups of prompts (an interval of "
+            f"{percent})."
         )
     if stages.too_slow:
         return f"Run no speculation: nothing was measured, since {stages.too_slow}; give more minutes."
@@ -107,8 +108,15 @@ def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) 
     )
 
 
-def changes(stages: Stages, judged: Sequence[JudgedMode], confirmed: Confirmed) -> list[str]:
-    """Return what would have to change for speculation to be faster."""
+def changes(
+    stages: Stages, judged: Sequence[JudgedMode], confirmed: Confirmed, modes: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return what would have to change for speculation to be faster.
+
+    Args:
+        stages, judged, confirmed: as of ``summarise``.
+        modes: the rows of the table of modes, whose numbers stand for their names.
+    """
     if stages.too_slow:
         return [f"minutes: {stages.too_slow}."]
     if not judged:
@@ -116,15 +124,19 @@ def changes(stages: Stages, judged: Sequence[JudgedMode], confirmed: Confirmed) 
     batch = stages.batch
     best = best_few(judged, batch, 1)[0]
     need = best.tau / best.at(batch)
+    numbers = {row["mode"]: number for number, row in enumerate(modes, 1)}
+    name = f"mode {numbers[best.mode.name]}" if best.mode.name in numbers else best.mode.name
+    tau = next((row["tau"] for row in modes if row["mode"] == best.mode.name), None)
+    emits = f"is predicted to emit {best.tau:.2f}" if tau is None else f"emitted {tau:.2f} ({best.tau:.2f} predicted)"
     lines = [
-        f"A better draft: the best prediction, {best.mode.name}, emits {best.tau:.2f} tokens a step and needs more "
-        f"than {need:.2f}, since its step takes {need:.2f} times as long as one without a draft."
-    ]
+        f"A better draft: {name}, the best prediction, {emits} tokens a step and needs more than {need:.2f}, since its "
+        f"step takes {need:.2f} times as long as one without a draft."
+    ] * ((best.tau if tau is None else tau) <= need)
     rows = stages.table.of(best.nodes, batch) / stages.table.of(0, batch)
     if best.free > best.at(batch) * 1.05:
         lines.append(
-            f"Cheaper rows: a step with its {best.nodes:.1f} draft nodes takes {rows:.2f} times as long as one "
-            f"without; if they cost nothing the prediction would be {best.free:.2f}."
+            f"Cheaper rows: a step with the {best.nodes:.1f} draft nodes of {name} takes {rows:.2f} times as long as "
+            f"one without; if they cost nothing the prediction would be {best.free:.2f}."
         )
     others = {size: max(mode.speedup.get(size, 0.0) for mode in judged) for size in stages.costs if size != batch}
     lines += [

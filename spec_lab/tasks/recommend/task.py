@@ -82,7 +82,7 @@ def recommend(
 
     def work(facts: Mapping[str, Any]) -> Done:
         limit = TimeLimit(minutes * 60)
-        with Progress(total=round(limit.seconds), desc=settings.name, unit="second") as bar:
+        with Progress(total=round(limit.seconds), desc=settings.name, unit="second", clock=True) as bar:
             stages = Stages(lab, settings, families, build, groups, recorder, limit, bar)
             stages.measure_costs()
             stages.record()

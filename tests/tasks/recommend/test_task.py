@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -30,7 +31,7 @@ from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few
 from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
 from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
 from spec_lab.tasks.recommend.stages import FILE, Stages
-from spec_lab.tasks.recommend.summary import conclusion
+from spec_lab.tasks.recommend.summary import changes, conclusion
 from spec_lab.verify import Token, Typical
 from tests.labs import lab, settings
 from tests.tiny import tiny_target
@@ -194,8 +195,25 @@ def test_the_verdict_is_on_the_best_mode_that_has_an_interval(tmp_path):
     few = [JudgedMode(SpeculativeMode(name), 0, 2.0, 1.0, {1: 1.0}) for name in measured]
     assert conclusion(stages(tmp_path, planted(), 60.0, 1.0), few, done) == (
         "Run no speculation: enough, the best of 2 measured, was not shown to be faster: 0.90 times the "
-        "baseline's speed [0.80, 1.10] (an interval of 99.0%)."
+        "baseline's speed [0.80, 1.10] (an interval of 99.0%: 95 % for all 2 modes and several looks together)."
     )
+
+
+@pytest.mark.parametrize(
+    ("tau", "lines"),
+    [
+        (1.5, ["A better draft: mode 1, the best prediction, emitted 1.50 (3.00 predicted) tokens a step and needs "
+               "more than 2.00, since its step takes 2.00 times as long as one without a draft."]),
+        (2.5, []),
+        (None, []),
+    ],
+)  # fmt: skip
+def test_a_better_draft_is_named_only_where_the_tau_that_is_known_is_not_enough(tau, lines):
+    costs = {1: {0: 0.01, 8: 0.01}}
+    made = SimpleNamespace(too_slow="", batch=1, costs=costs, table=DraftCosts({1: costs}))
+    best = JudgedMode(SpeculativeMode("ngram"), 0, 3.0, 1.0, {1: 1.5}, free=1.5)
+    done = Confirmed({}, {}, 0.99, "", "groups")
+    assert changes(made, [best], done, [{"mode": "ngram", "tau": tau}]) == lines
 
 
 # The task ------------------------------------------------------------------------------------------------------------
