@@ -18,7 +18,7 @@ from spec_lab.analysis.run_tables import figure_cell, figure_table, own_figures,
 from spec_lab.analysis.text import KEY_FIGURES, lossless_cell, losslessness
 from spec_lab.core.terminal import short_path
 from spec_lab.results import run_names, run_state, sweep
-from spec_lab.results.result import Cell, DataTable, Result, Section
+from spec_lab.results.result import UNNAMED, Cell, DataTable, Result, Section
 
 MAX_UNFINISHED = 200
 
@@ -69,7 +69,7 @@ def result(folder: Path) -> Result:
     keys = [key for key in keys if key in table]
     varied = sweeps.varied(table, keys)
     count, unfinished = Counter(run.state for run in runs), [run for run in runs if run.state != "done"]
-    experiments = sorted(set(table["experiment"].dropna())) if "experiment" in table else []
+    experiments = sorted({*table["experiment"].dropna()} - {UNNAMED}) if "experiment" in table else []
     of = f" of {', '.join(experiments)}" if experiments else ""
     states = ", ".join(f"{count[state]} {state}" for state in ("done", "running", "failed", "pending") if count[state])
     note = [f"The first {MAX_UNFINISHED} of {len(unfinished)}."] * (len(unfinished) > MAX_UNFINISHED)
