@@ -71,10 +71,11 @@ class Target:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Name, self-check, data type, how the model is quantized (``weights``: of llama.cpp), and what its weights were
-        converted from.
+        """Name, self-check, data type, how the model is quantized (``weights``: of llama.cpp), and what its weights
+        were converted from.
         """
-        more = {"weights": self.lm.facts["model"]} if "model" in self.lm.facts else {}
+        model = self.lm.facts.get("model")  # of llama.cpp, such as "llama 256M Q4_1"
+        more = {"weights": model.split(" ", 2)[-1]} if model else {}
         more |= {"source_sha256": self.source_sha256} if self.source_sha256 else {}
         return {
             "name": self.name, "self_check": self.self_check, "tolerance": self.tolerance,

@@ -28,8 +28,8 @@ SUMMARY = {
 MODES = (
     "Predicted: tau by replay of a few recordings, over the measured cost of its steps. Measured: in paired groups of "
     "prompts against decoding without speculation, with intervals that allow for all measured modes and looks. Only a "
-    "mode whose whole interval is above 1 is recommended. tau: emitted tokens of a step, as measured; predicted tau: by "
-    "replay."
+    "mode whose whole interval is above 1 is recommended. tau: emitted tokens of a step, as measured; predicted tau: "
+    "by replay."
 )
 BADGES = {"recommended": "good", "faster": "good", "slower": "bad", "not shown faster": "warn", "not measured": "plain"}
 

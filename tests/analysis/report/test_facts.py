@@ -28,11 +28,11 @@ def test_the_device_is_where_the_target_was(target, more, text):
 
 def test_the_model_and_the_prompts_have_their_names_and_llama_cpp_the_type_of_its_file():
     config = {"name": "custom", "target": {"_target_": "a.load"}, "prompts": {"_target_": "b.load", "name": "mt_bench"}}
-    target = {"name": "SmolLM2.Q4_1", "dtype": "float32", "weights": "llama 135M Q4_1"}
+    target = {"name": "SmolLM2.Q4_1", "dtype": "float32", "weights": "Q4_1"}
     manifest = {"config": config, "target": target, "device": "cpu", "proposers": {"ngram": {"name": "ngram"}}}
     shown = facts(manifest)
     assert (shown["model"], shown["prompts"]) == ("SmolLM2.Q4_1", "mt_bench")
-    assert shown["precision, device, attention"] == "llama 135M Q4_1, cpu"
+    assert shown["precision, device, attention"] == "Q4_1, cpu"
 
 
 @pytest.mark.parametrize(
