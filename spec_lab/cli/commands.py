@@ -116,8 +116,7 @@ def parts_check(arguments: Sequence[str]) -> list[str]:
     typed = [*further, *given.overrides]
     first = next((number for number, text in enumerate(typed) if re.match(r"[^-]+=|~", text)), len(typed))
     named = any(re.match(r"proposer\b|\+?experiment=", text) for text in typed)
-    folder = ["--config-dir", given.config_dir] if given.config_dir else []
-    return [*folder, *typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]
+    return [*typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]
 
 
 def drafter_check(arguments: Sequence[str]) -> list[str]:
@@ -254,11 +253,12 @@ def _add_runs(which: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parts = which.add_parser(
         PARTS,
         usage=f"spec-lab {PARTS} [--config-dir DIR] [OVERRIDE ...]",
-        description="Check parts of your own in seconds: every outcome on a few toy models is enumerated, and no "
-        "target is read. Prints whether the output has the target's distribution, the total variation and the smallest "
-        "counter-example; the exit code is 0 or 1. Short for python -m spec_lab task=check OVERRIDE..., such as "
-        "proposer=mine verifier=token policy=fixed constraint=regex --config-dir my_parts/conf. Without proposer= a "
-        "draft model drafts, in each way of drawing that the verifier accepts.",
+        description="Check parts of your own in seconds: every outcome on a few toy models is enumerated. A target is "
+        "read only for a part that cannot be built without one, such as a trained drafter. Prints whether the output "
+        "has the target's distribution, the total variation and the smallest counter-example; the exit code is 0 or 1. "
+        "Short for python -m spec_lab task=check OVERRIDE..., such as proposer=mine verifier=token policy=fixed "
+        "constraint=regex --config-dir my_parts/conf. Without proposer= a draft model drafts, in each way of drawing "
+        "that the verifier accepts; a policy requires a proposer.",
     )
     parts.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="parts and their options")
     parts.add_argument("--config-dir", metavar="DIR", help="folder with options of your own")

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spec_lab.cli.build import part_config
 from spec_lab.cli.bundled import conf
-from spec_lab.cli.declarations import check_values, qualified
+from spec_lab.cli.declarations import check_values, declared, package_sources, qualified
 from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import WrongOption, brief
@@ -74,6 +74,9 @@ RENAMED = {
 RENAMED_GROUPS = ("beside",)
 """Those of them that hold options."""
 
+PARTS_RENAMED = ("constraint", "task", "policy")
+"""Parts with such options. One of the user's own may have an option of the former name."""
+
 
 def renamed(option: str) -> str:
     """Why an option has no effect: it has another name now. Empty of an option that was not renamed."""
@@ -109,14 +112,21 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    for group in ("constraint", "task", "policy"):
+    for group in PARTS_RENAMED:
         for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
-            if message := renamed(f"{group}.{key}"):
+            if (message := renamed(f"{group}.{key}")) and not _declares(group, config[group], str(key)):
                 raise Refused(f"spec_lab: {message}")
     try:
         check_values(config, options)
     except WrongOption as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
+
+
+def _declares(group: str, part: DictConfig, option: str) -> bool:
+    """Return whether a part's class or function has an option, or may have it: one of another package with any."""
+    target = str(part.get("_target_"))
+    known, more = declared(package_sources(), group, target)
+    return option in known or (more and target.partition(".")[0] != __name__.partition(".")[0])
 
 
 def check_metrics(config: DictConfig) -> None:
@@ -202,10 +212,24 @@ def drop_unused(config: DictConfig) -> None:
             with open_dict(config):
                 config[part] = {"_target_": without}
             continue
-        raise Refused(f"spec_lab: {why.format(part)}: set {part}={name}, not {part}={_chosen(part, target)}")
+        raise Refused(f"spec_lab: {why.format(part)}: set {part}={name}, not {part}={chosen(part, target)}")
     for group in ("arms", "verifiers"):
         if OmegaConf.is_dict(further := config.get(group)) and further:
             raise Refused(f"spec_lab: {why.format(group)}: leave out {group}.{next(iter(further))}")
+
+
+def check_policy(config: DictConfig) -> None:
+    """Refuse a policy without a proposer in ``task=check``: the reference that drafts in its place obeys none.
+
+    Raises:
+        Refused: says which proposer to add.
+    """
+    given = {part: (config.get(part) or {}).get("_target_", without) for part, (_, without) in WITHOUT.items()}
+    if given["proposer"] == WITHOUT["proposer"][1] and given["policy"] != WITHOUT["policy"][1]:
+        raise Refused(
+            f"spec_lab: policy={chosen('policy', str(given['policy']))} is not checked: a policy is checked with a "
+            "proposer: add proposer=draft_chain"
+        )
 
 
 def check_gguf(config: DictConfig) -> None:
@@ -258,12 +282,12 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
             draws = frozenset(kind for kind in get_args(Drawn) if kind == drawn)
         if not draws or not draws <= {*get_args(Drawn)} or target.endswith(".Null.load"):
             continue
-        name = declared.get("name", _chosen(part, target.removesuffix(".load").rpartition(".")[2]))
+        name = declared.get("name", chosen(part, target.removesuffix(".load").rpartition(".")[2]))
         if why := misfit(str(name), draws, verifier, _branches(named)):
             raise Refused(f"spec_lab: {part}: {why}")
 
 
-def _chosen(part: str, otherwise: str) -> str:
+def chosen(part: str, otherwise: str) -> str:
     """Return the name of a part's config, such as draft_chain; ``otherwise`` outside of a Hydra run."""
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     return str(choices.get(part, choices.get(f"proposer@{part}", otherwise)))

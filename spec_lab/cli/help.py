@@ -42,14 +42,14 @@ FLAGS = {
 }
 
 
-def show(overrides: Sequence[str], console: Console) -> int:
-    """Print the page, or what the given overrides mean; return the exit code."""
+def show(overrides: Sequence[str], console: Console, folders: Sequence[str] = ()) -> int:
+    """Print the page, or what the given overrides mean, those of folders of configs too; return the exit code."""
     if not overrides:
         for line in page():
             console.print(line, soft_wrap=True, highlight=False)
         return 0
     try:
-        known = explain.reference([*map(str, installed())])
+        known = explain.reference([*map(str, installed()), *folders])
         for number, override in enumerate(overrides):
             console.print("\n" * bool(number), end="")
             explain.answer(known, override, console)

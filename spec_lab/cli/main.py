@@ -31,7 +31,7 @@ import spec_lab
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import apply_constraint, build, option_names
 from spec_lab.cli.bundled import PACKAGE, check_installed, choices, conf, zoo
-from spec_lab.cli.config_checks import groups, renamed, top_level_options
+from spec_lab.cli.config_checks import PARTS_RENAMED, groups, renamed, top_level_options
 from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
 from spec_lab.cli.misspelt import Composer, of_choice, suggestion
@@ -56,6 +56,9 @@ LONGEST_NAME = 200
 
 VERBOSE = ("-v", "--verbose")
 """Flags that stand for the option ``verbose=true``; Hydra has no flags of these names."""
+
+SHORT_RUNS = ("train", "check", "check-drafter", "recommend")
+"""Commands that are short for a run (``commands.SHORT``)."""
 
 
 def quote_prompt(option: str) -> str:
@@ -83,6 +86,25 @@ def replace_flags(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+def config_folders(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without ``--config-dir DIR``, which may stand anywhere, and the folders that it names."""
+    rest, folders, words = list[str](), list[str](), iter(arguments)
+    for word in words:
+        flag, equals, folder = word.partition("=")
+        if flag not in ("--config-dir", "-cd"):
+            rest.append(word)
+        elif equals or (folder := next(words, "")):
+            folders.append(folder)
+        else:
+            rest.append(word)
+    return rest, folders
+
+
+def in_place(folders: Sequence[str]) -> list[str]:
+    """Return the arguments that name folders of configs, for the end of a command line, where Hydra reads them."""
+    return [f"--config-dir={folder}" for folder in folders]
+
+
 def check_overrides(arguments: Sequence[str]) -> None:
     """Check overrides for which Hydra would print a traceback or an unclear message.
 
@@ -98,7 +120,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
         option, equals, _ = argument.partition("=")
         if argument.startswith("-"):
             continue
-        if message := renamed(option.lstrip("+~").rpartition("@")[2]):
+        path = option.lstrip("+~").rpartition("@")[2]
+        if (message := renamed(path)) and path.partition(".")[0] not in PARTS_RENAMED:
             raise ValueError(message)
         if not equals:
             continue
@@ -209,6 +232,9 @@ def check_composition(arguments: Sequence[str]) -> None:
             try:
                 compose(given.overrides)
             except HydraException as error:
+                for option in (override.lstrip("+~").partition("=")[0] for override in given.overrides):
+                    if (message := renamed(option)) and f"'{option}'" in str(error):
+                        raise ValueError(message) from error
                 composer = Composer(compose, loader.get_group_options)
                 raise ValueError(suggestion(error, given.overrides, composer)) from error
     except ValueError:
@@ -282,17 +308,20 @@ def command_line() -> None:
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
     if sys.argv[1:2] == ["help"]:  # help COMMAND is COMMAND --help
         sys.argv[1:] = [*sys.argv[2:], "--help"]
-    if sys.argv[1:2] and sys.argv[1] in ("train", "check", "check-drafter", "recommend"):
+    rest, folders = config_folders(sys.argv[1:])
+    if rest and rest[0] in SHORT_RUNS:
         from spec_lab.cli.commands import SHORT
 
-        sys.argv[1:] = SHORT[sys.argv[1]](sys.argv[1:])
+        rest = SHORT[rest[0]](rest)
+    if not (rest and rest[0].isidentifier()):  # a run; another command reads its own flags
+        sys.argv[1:] = [*rest, *in_place(folders)]
     if {"-h", "--help"} & {*sys.argv[1:]} and not sys.argv[1].isidentifier():
         from rich.console import Console
 
         from spec_lab.cli import help as pages
 
         overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-        sys.exit(pages.show(overrides, Console(markup=False)))
+        sys.exit(pages.show(overrides, Console(markup=False), folders))
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

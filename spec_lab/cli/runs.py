@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spec_lab.cli import interrupt
 from spec_lab.cli.commands import SHORT
 from spec_lab.cli.jobs import job
-from spec_lab.cli.main import checked_line, composing, quote_prompt
+from spec_lab.cli.main import checked_line, composing, config_folders, in_place, quote_prompt
 from spec_lab.cli.refusals import reason
 from spec_lab.results import run_names, sweep
 from spec_lab.results.run_figures import figure_rows, left_behind
@@ -133,8 +133,10 @@ def run(overrides: str | Sequence[str], quiet: bool = False) -> Run:
 
 def _line(words: Sequence[str]) -> list[str]:
     """Return the options of a run that a command line stands for."""
+    words, folders = config_folders(words)
     if not words or not re.fullmatch(r"[A-Za-z][\w-]*", words[0]):
-        return [quote_prompt(word) for word in words] if not {"-m", "--multirun"} & set(words) else list(words)
+        line = words if {"-m", "--multirun"} & set(words) else [quote_prompt(word) for word in words]
+        return [*line, *in_place(folders)]
     if words[0] not in SHORT:
         raise ValueError(
             f"{words[0]} is no run: give options such as proposer=ngram, or {', '.join(SHORT)}; other commands of "
@@ -142,7 +144,7 @@ def _line(words: Sequence[str]) -> list[str]:
         )
     with redirect_stderr(StringIO()) as said:
         try:
-            return SHORT[words[0]](words)
+            return [*SHORT[words[0]](words), *in_place(folders)]
         except SystemExit as left:
             raise ValueError(said.getvalue().strip().rpartition("\n")[2] or f"{words[0]} --help runs nothing") from left
 

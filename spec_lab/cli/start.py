@@ -33,6 +33,7 @@ from spec_lab.cli.config_checks import (
     check_gguf,
     check_metrics,
     check_options,
+    check_policy,
     check_texts,
     check_torchrun,
     drop_unused,
@@ -221,6 +222,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None,
     drop_unused(config)
     check_torchrun(config)
     if OmegaConf.select(config, "task._target_") == CHECK:
+        check_policy(config)
         from spec_lab.cli.check import check_parts  # what a run needs besides takes a while to import
 
         return check_parts(config)

@@ -20,6 +20,7 @@ from spec_lab.constrain.protocol import (
     allows,
     calling,
     masks_by_forking,
+    packed_mask,
     single_token,
     started,
     unpack,
@@ -219,7 +220,7 @@ class DraftTreeMasks:
         if row >= shape.roots:
             parent, drafted = int(shape.parent[row - shape.roots]), int(token[row - shape.roots])
             state = above = self.at.get(parent)
-            mask = None if above is None or parent in self.dead else above.mask()
+            mask = None if above is None or parent in self.dead else packed_mask(above, self.vocabulary)
             if parent in self.dead or (mask is not None and not allows(mask, drafted)):
                 self.dead.add(row)
                 return None
@@ -235,7 +236,7 @@ class DraftTreeMasks:
         if state.action() is not None:
             self.dead.add(row)
             return None
-        return state.mask()
+        return packed_mask(state, self.vocabulary)
 
 
 class StepMasks(NamedTuple):

@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spec_lab.constrain.protocol import Constraint, ConstraintState, Continuation, Masks, action_of, calling, started
+from spec_lab.constrain.protocol import (
+    Constraint,
+    ConstraintState,
+    Continuation,
+    Masks,
+    action_of,
+    calling,
+    packed_mask,
+    started,
+)
 from spec_lab.core.request import Ended, Request
 from spec_lab.core.shape import Shape
 
@@ -106,7 +115,8 @@ class CombinedState(ConstraintState):
 
     def mask(self) -> np.ndarray | None:
         """See ``ConstraintState``."""
-        each = [_call(part, state.mask) for part, state in zip(self.parts, self.states, strict=True)]
+        pairs = zip(self.parts, self.states, strict=True)
+        each = [_call(part, packed_mask, state, part.vocabulary) for part, state in pairs]
         masks = [mask for mask in each if mask is not None]
         return reduce(np.bitwise_and, masks) if masks else None
 

@@ -281,8 +281,25 @@ def _mask_or_barrier(state: ConstraintState | None, vocabulary: int) -> tuple[np
     """Return a state's mask, and whether it has an action instead (then the mask is zero)."""
     if state is not None and state.action() is not None:
         return np.uint32(0), True
-    mask = None if state is None else state.mask()
+    mask = None if state is None else packed_mask(state, vocabulary)
     return full_mask(vocabulary) if mask is None else mask, False
+
+
+def packed_mask(state: ConstraintState, vocabulary: int) -> np.ndarray | None:
+    """Return the mask of a state over V tokens.
+
+    Raises:
+        TypeError: it is not packed; names the method, and where it is defined.
+    """
+    mask = state.mask()
+    packed = isinstance(mask, np.ndarray) and mask.shape == (width(vocabulary),) and mask.dtype != np.bool_
+    if mask is None or packed:
+        return mask
+    given, code = np.asarray(mask), type(state).mask.__code__
+    raise TypeError(
+        f"{type(state).__name__}.mask() must return packed bits [{width(vocabulary)}] (mask_of(tokens, vocabulary); pack "
+        f"for booleans), not {given.dtype} {list(given.shape)} ({code.co_filename}:{code.co_firstlineno})"
+    )
 
 
 def width(vocabulary: int) -> int:

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 Positive = Annotated[float, Number(0, above=True)]
 
+FEW_STEPS = 30
+"""Training steps below which a drafter has hardly learned anything."""
+
 
 @checked
 def train(
@@ -124,12 +127,8 @@ def train(
     count = source.count(source.learned)
     check_count(count, rows, passes)
     recipe.begin(lab.target, [], settings.seed)  # refuses wrong options before the target answers
-    if left_out := count % rows:
-        console.print(
-            f"{count} answers to learn from: the last {left_out} are left out, since each training step has "
-            f"task.rows={rows} texts.",
-            highlight=False,
-        )
+    for note in _notes(count, rows, passes):
+        console.print(note, highlight=False)
     plan = FitPlan(
         passes, rows, rows, warmup_steps, decay, save_seconds=save_seconds,
         plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=weight_decay, seed=settings.seed),
@@ -158,6 +157,20 @@ def check_count(answers: int, rows: int, passes: float) -> None:
     if not order_of(answers // rows, rows, rows, passes):
         raise WrongOption(
             f"passes={passes} of {answers} answers makes no training step of rows={rows} texts: set passes to more"
+        )
+
+
+def _notes(answers: int, rows: int, passes: float) -> Iterator[str]:
+    """Yield how many answers are left out, and that there are few training steps."""
+    if left_out := answers % rows:
+        yield (
+            f"{answers} answers to learn from: the last {left_out} are left out, since each training step has "
+            f"task.rows={rows} texts."
+        )
+    if (steps := len(order_of(answers // rows, rows, rows, passes))) < FEW_STEPS:
+        yield (
+            f"Few training steps ({steps}) teach little: lower task.rows={rows}, give more prompts, or raise "
+            f"task.passes={passes:g}."
         )
 
 

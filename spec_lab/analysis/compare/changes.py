@@ -24,6 +24,7 @@ class Comparison:
         runs: the runs.
         described: each run in words, by label.
         verdicts: whether each run's times can be trusted, by label.
+        lossy: which arms of each run do not preserve the target distribution, and why, by label.
         configuration, provenance: settings that are not the same in all of them.
         pairs: what was compared.
         level: of every ``interval``.
@@ -35,6 +36,7 @@ class Comparison:
     runs: tuple[SelectedRun, ...]
     described: Mapping[str, str]
     verdicts: Mapping[str, TimingVerdict]
+    lossy: Mapping[str, Sequence[str]]
     configuration: tuple[SettingValues, ...]
     provenance: tuple[SettingValues, ...]
     pairs: tuple[ArmComparison, ...]
@@ -65,6 +67,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     comparisons: list[ArmComparison] = []
     described: dict[str, str] = {}
     verdicts: dict[str, TimingVerdict] = {}
+    lossy: dict[str, list[str]] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
     reference: RunRows | None = None
     for first, second in pairs:  # the rows of at most two runs are in memory at once
@@ -72,6 +75,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
             reference = reference if reference is not None and reference.selected == first else RunRows.read(first)
             other = reference if second == first else RunRows.read(second)
             with sweep.reading(first.folder, second.folder):
+                lossy |= {run.selected.label: run.lossy_arms() for run in (reference, other)}
                 comparisons += compare_arms(reference, other)
         except Unreadable as error:
             unreadable.append(str(error))
@@ -93,7 +97,9 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     settings = setting_values({run.label: manifests[run.label] for run in selected})
     notes += _unpaired(arms)
     files = tuple(dict.fromkeys(unreadable))
-    return Comparison(tuple(selected), described, verdicts, *settings, tuple(arms), level, tested, tuple(notes), files)
+    return Comparison(
+        tuple(selected), described, verdicts, lossy, *settings, tuple(arms), level, tested, tuple(notes), files
+    )
 
 
 def _enough(change: FigureChange, fewest: int) -> bool:

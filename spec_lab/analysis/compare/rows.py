@@ -12,8 +12,10 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
 from spec_lab.analysis.metrics import TimingVerdict
 from spec_lab.analysis.roofline_text import share_in_words
+from spec_lab.analysis.text import BADGES, losslessness
 from spec_lab.core.roofline import Roofline
 from spec_lab.results.manifest import without_groups
+from spec_lab.results.run_figures import read_shaped
 from spec_lab.results.writer import load_metrics
 
 
@@ -91,6 +93,16 @@ class RunRows:
     def verdict(self) -> TimingVerdict:
         """Return whether the run's times can be trusted."""
         return metrics.run_verdict(self.tables, self.manifest)
+
+    def lossy_arms(self) -> list[str]:
+        """Return which arms do not preserve the target distribution, and why; nothing before the run has ended.
+
+        Raises:
+            Unreadable: ``summary.json`` is not readable.
+        """
+        summary = read_shaped(self.selected.folder / "summary.json", {"?arms": {str: {}}}) or {}
+        states = {name: losslessness(arm) for name, arm in summary.get("arms", {}).items()}
+        return [f"{word}: {name}; {why}" for name, (word, why) in states.items() if BADGES.get(word) in ("warn", "bad")]
 
     def described(self) -> str:
         """Return proposer, size and state of the run, in words."""

@@ -53,7 +53,11 @@ def result(comparison: Comparison) -> Result:
             for run in comparison.runs]  # fmt: skip
     compared = DataTable([(name, False) for name in ("", "run", "contents")], rows, len(rows) > 12)
     equal = "The configurations are equal: differences come from chance, code or machine."
-    verdicts = [f"{label}: {verdict_line(judged.summary())}" for label, judged in comparison.verdicts.items()]
+    verdicts = [
+        (label, line)
+        for label, judged in comparison.verdicts.items()
+        for line in (verdict_line(judged.summary()), *comparison.lossy[label])
+    ]
     frame = as_frame(comparison)
     columns = [frame[name] for name in ("reference", "other", "reference_arm", "other_arm")]
     frame["label"] = [_label(*row) for row in zip(*columns, strict=True)]
@@ -73,7 +77,7 @@ def result(comparison: Comparison) -> Result:
               for pair in comparison.pairs),
             Section("Changes with intervals", DRAWN, None, drawn, notes(comparison), missing="No change was tested."),
         ],
-        verdicts if len(verdicts) > 1 else [line.partition(": ")[2] for line in verdicts],
+        [f"{label}: {line}" if several else line for label, line in verdicts],
         [f"Left out, not readable: {file}" for file in comparison.unreadable],
         key=_key(comparison),
     )  # fmt: skip

@@ -46,7 +46,7 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
     name = name.partition("@")[0].removeprefix("/")
     if reference.group(slashed := name.replace(".", "/")):
         name = slashed
-    if message := renamed(name):
+    if (message := renamed(name)) and all(path != name for path, _, _ in reference.each_key()):
         raise ValueError(message)
     if group := reference.group(name):
         if not equals:

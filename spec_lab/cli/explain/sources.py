@@ -198,10 +198,13 @@ class Sources:
             if isinstance(documented, FUNCTIONS | ast.ClassDef):
                 meanings |= _documented(ast.get_docstring(documented) or "")
         if isinstance(node, ast.ClassDef):
-            made = self._inside(module, node.body, ["__init__"])
-            if made is None:
+            if (made := self._constructor(module, node)) is None:
+                return {}, True
+            if isinstance(made.node, ast.ClassDef):
                 return self._fields(module, node, meanings), False
-            node = made.node
+            if made.owner is not None:
+                meanings = _documented(ast.get_docstring(made.owner) or "") | meanings
+            module, node = made.module, made.node
         if not isinstance(node, FUNCTIONS):
             return {}, True
         arguments = {}
@@ -213,6 +216,23 @@ class Sources:
             if options is not None and isinstance(options.node, ast.ClassDef):
                 return arguments | self._fields(options.module, options.node, meanings), False
         return arguments, node.args.kwarg is not None
+
+    def _constructor(self, module: str, node: ast.ClassDef) -> Definition | None:
+        """Return the ``__init__`` of a class or of the first base that has one; a class whose fields are the arguments;
+        None where a base is not known.
+        """
+        if made := self._inside(module, node.body, ["__init__"], node):
+            return made
+        for base in () if _is_dataclass(node) else node.bases:
+            named = base.value if isinstance(base, ast.Subscript) else base
+            above = self._find([*module.split("."), *ast.unparse(named).split(".")])
+            if above is None:
+                return None
+            if isinstance(above.node, ast.ClassDef):
+                made = self._constructor(above.module, above.node)
+                if made is None or isinstance(made.node, FUNCTIONS) or _is_dataclass(made.node):
+                    return made
+        return Definition(module, node)
 
     def _fields(self, module: str, node: ast.ClassDef, meanings: Mapping[str, str]) -> dict[str, Argument]:
         """Return the fields of a dataclass or TypedDict, those of its bases first."""
@@ -263,6 +283,10 @@ class _ModuleNames(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 0
+
+
+def _is_dataclass(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(mark) for mark in node.decorator_list)
 
 
 def _defines(node: ast.stmt) -> list[str]:

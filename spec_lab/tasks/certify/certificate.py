@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -145,6 +145,12 @@ def prove(
     return Proof(tuple(findings), whose, tuple(missing))
 
 
+def policy_of(proposer: Proposer) -> str:
+    """Return the name of the policy that a proposer is under (``policy.adaptive``); empty for none."""
+    policy = proposer.facts.get("policy")
+    return str(policy["name"]) if isinstance(policy, Mapping) and "name" in policy else ""
+
+
 def noise_reused(instance: str, error: Reused) -> Finding:
     """Return the finding of an instance in which one random key was used for two choices."""
     return Finding(instance, 1.0, 1.0, f"noise is used twice: {error}", 0.0, 0.0, 0)
@@ -180,10 +186,11 @@ def _fails(
         if not isinstance(drafting, str):  # the verifier's fault only if a replay of the reference's drafts differs too
             again = _error(instance, drafting.drawn, verifier, sampling)
             if not isinstance(again, Unrepeatable):
-                whose = f"proposer '{drafting.name}' drafts"
+                policy = policy_of(drafting)
+                whose = f"proposer '{drafting.name}' " + f"under policy '{policy}' " * bool(policy) + "drafts"
                 shared = drafting.shared_store
                 store = f" Its shared_store ('{shared}') is emptied by forget() before each replay." * bool(shared)
-                store = store or " It declares no shared_store."
+                store = store or (" Neither declares a shared_store." if policy else " It declares no shared_store.")
         return ValueError(
             f"{whose} differently when the same text is replayed ({instance.name}; {error}).{store} Results must "
             f"follow from the sequences, declared stores and batch.draws only. {CAUSES}"

@@ -76,6 +76,24 @@ class Fields(Made):
     live: Base | None = None
 
 
+class Sized:
+    """Sized.
+
+    Args:
+        share: of all.
+    """
+
+    def __init__(self, share: float = 0.5) -> None: ...
+
+
+class Resized(Sized):
+    """Resized."""
+
+
+class Foreign(Unknown):
+    """Foreign."""
+
+
 def function(one: Literal["x", 2], path: Path, name: Annotated[str, OneOf(NAMES)], more: Any = None, **rest) -> None:
     """A function."""
 ''',
@@ -113,6 +131,12 @@ def test_a_class_has_the_fields_of_a_dataclass(sources):
         "table": ("mapping or null", ""),
         "live": ("null", ""),
     }
+
+
+def test_a_class_without_a_constructor_has_the_options_of_its_base_s(sources):
+    description = sources.describe("parts.deep.Resized")
+    assert stated(description)["share"] == ("float", "of all.") and not description.open
+    assert sources.describe("parts.deep.Foreign").open, "of a base that is not found nothing is known"
 
 
 def test_a_function_has_its_own_summary_and_the_values_of_a_literal(sources):
