@@ -41,9 +41,11 @@ class Drafts(Protocol):
     """The computation of a drafter in training."""
 
     def states(self, text: Texts, hidden: Tensor, embedded: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return what each draft position k computes, ``[B, n, X]``, and in which columns.
+        """Yield for each draft position k, from 0, what the drafter computes, ``[B, n, X]``, and for which columns.
 
-        These are ``[B, n]`` on the host, -1 for none; of the T - 1 - k columns at least those that are learned.
+        Column j starts from the hidden state of position j; its logits are compared with the target's distribution
+        after token j + 1 + k. The columns are ``[B, n]`` on the host, -1 where a text has fewer. Each column in which a
+        token is learned (``text.counts(1)``) must be there; others are ignored.
 
         Args:
             text: the texts.

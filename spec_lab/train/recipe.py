@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +46,7 @@ class Beginning:
     advance: Callable[[float], None] | None = None
 
 
-class Recipe:
+class Recipe(ABC):
     """A kind of drafter, and how it is trained. Its attributes are its options."""
 
     name: ClassVar[str]
@@ -59,14 +60,15 @@ class Recipe:
             )
 
     @property
+    @abstractmethod
     def depth(self) -> int:
         """Maximum number of tokens that it drafts in a chain."""
-        raise NotImplementedError
 
     def states(self, target: Target) -> tuple[int, ...]:
         """Numbers of the target's hidden states that texts must bring; the last is -1, after the final norm."""
         return (-1,)
 
+    @abstractmethod
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
         """A fresh network, in float32, and its loss.
 
@@ -78,15 +80,14 @@ class Recipe:
         Raises:
             ValueError: the target is not supported, or an option does not suit it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """Write the drafter's files, in bfloat16; return the SHA-256 of its weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, target: Target, folder: Path, depth: int) -> Proposer:
         """The written drafter as a proposer of chains, sampled as the request samples."""
-        raise NotImplementedError
 
     def resume(self, module: Any, target: Target, folder: Path) -> str:
         """Give a fresh network the weights of a written drafter; return their SHA-256.

@@ -258,6 +258,15 @@ def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path)
     assert comparison.pairs[0].groups == 9
 
 
+def test_an_arm_that_is_not_lossless_stands_below_the_verdict_of_its_run(tmp_path):
+    a, b = write(tmp_path / "a", taus(9)), write(tmp_path / "b", taus(9))
+    arm = {"lossless": True, "certified": None, "verifier": "mine", "certificate": {"failure": "token 0 has 0.8, not 0.6"}}
+    (b / "summary.json").write_text(json.dumps({"arms": {"repeat": arm}}))
+    _, verdict, lossy = result(compare([a, b])).verdict
+    assert verdict.startswith("B: ")
+    assert lossy == "B: NOT lossless: repeat; verifier 'mine' is declared lossless, but: token 0 has 0.8, not 0.6"
+
+
 # Sweeps ------------------------------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,16 @@ from types import NoneType
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from spec_lab.cli.bundled import conf
+from spec_lab.cli.config_checks import check_options
 from spec_lab.cli.declarations import SETTINGS, check_values, declared, package_sources, qualified
 from spec_lab.cli.explain import comments
 from spec_lab.cli.explain.reference import target_of
+from spec_lab.cli.main import check_overrides
+from spec_lab.cli.refusals import Refused
 from spec_lab.core import options
 from spec_lab.core.options import Number, OneOf, Whole, WrongOption, words
 
@@ -151,6 +155,18 @@ def test_other_options_that_a_part_names_get_their_full_path():
         "arms.a.min_ngram is 5, above arms.a.max_ngram: give arms.a.depth=5, "
         "or set arms.a.depth to more than arms.x.depth=3"
     )
+
+
+def test_an_option_of_one_s_own_part_may_have_a_former_name(tmp_path, monkeypatch):
+    (tmp_path / "own_limits.py").write_text("class Mine:\n    def __init__(self, most: int = 2): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_overrides(["policy.most=3"])
+    with initialize_config_dir(conf(), version_base="1.3"):
+        config = compose("config", ["+policy.most=3"])
+    with pytest.raises(Refused, match=r"policy\.most is now called policy\.max_depth"):
+        check_options(config)
+    config.policy._target_ = "own_limits.Mine"
+    check_options(config)
 
 
 def test_an_option_of_every_run_is_not_left_out():

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from spec_lab.cli.commands import trainings
-from spec_lab.cli.main import conf
+from spec_lab.cli.main import conf, config_folders
 from tests import checkpoints
 
 
@@ -23,6 +23,27 @@ def test_the_help_of_train_names_the_experiments(cli):
     assert "+experiment=train_NAME" in output
     assert "eagle3" in trainings() and all(name in output for name in trainings())
     assert all(Path(conf(), "experiment", f"train_{name}.yaml").is_file() for name in trainings())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--config-dir", "mine", "train", "duo", "seed=1"],
+        ["train", "--config-dir=mine", "duo", "seed=1"],
+        ["train", "duo", "seed=1", "-cd", "mine"],
+    ],
+)
+def test_the_folder_of_configs_may_stand_anywhere(given):
+    assert config_folders(given) == (["train", "duo", "seed=1"], ["mine"])
+
+
+def test_a_training_of_one_s_own_is_found_and_explained(cli, tmp_path):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "train_duo.yaml").write_text("# @package _global_\nname: duo\n")
+    code, output, errors = cli("train", "--config-dir", "own", "duo", "seed=3", "--cfg", "job")
+    assert (code, errors) == (0, "") and OmegaConf.create(output).name == "duo" and "seed: 3" in output
+    code, output, _ = cli("train", "duo", "--help", "--config-dir", "own")
+    assert code == 0 and "+experiment=train_duo" in output
 
 
 @pytest.mark.each_value

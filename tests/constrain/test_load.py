@@ -5,11 +5,12 @@ import os
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from spec_lab.constrain import ConstraintError, load
 from spec_lab.constrain.applied import AppliedConstraint
-from spec_lab.constrain.protocol import unpack
+from spec_lab.constrain.protocol import ConstraintState, packed_mask, unpack
 from spec_lab.core.options import WrongOption
 from spec_lab.core.request import Request
 from tests.constrain.parts import A, B, bundled, toy
@@ -135,3 +136,18 @@ def test_a_function_of_the_user_s_that_makes_no_constraint_is_refused_with_the_l
 def test_a_constraint_that_acts_on_the_output_has_no_masks_in_a_thread():
     with pytest.raises(WrongOption, match="async_masks=true is not possible: .* set async_masks=false"):
         AppliedConstraint(SimpleNamespace(name="acts", has_actions=True), async_masks=True)
+
+
+def test_a_mask_that_is_not_packed_is_refused_with_its_method():
+    class Booleans(ConstraintState):
+        def fork(self):
+            return self
+
+        def advance(self, token): ...
+
+        def mask(self):
+            return np.ones(5, dtype=bool)
+
+    message = r"Booleans\.mask\(\) must return packed bits \[1\] .*, not bool \[5\] \(.*test_load\.py:\d+\)"
+    with pytest.raises(TypeError, match=message):
+        packed_mask(Booleans(), 5)

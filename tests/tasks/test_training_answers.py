@@ -8,6 +8,7 @@ import torch
 
 from spec_lab.models.target import Target
 from spec_lab.tasks import training_answers
+from spec_lab.tasks.train import _notes
 from spec_lab.text.answers import AnsweredText
 from spec_lab.text.chat_template import ChatTemplate
 from spec_lab.train.texts import Texts
@@ -15,6 +16,12 @@ from tests import checkpoints
 from tests.labs import lab, settings
 
 MEDUSA = ["+experiment=train_medusa", "task.recipe.heads=2", "task.warmup_steps=1"]
+
+
+def test_few_training_steps_are_named_before_anything_is_answered():
+    assert list(_notes(72, 4, 6.0)) == []
+    (note,) = _notes(32, 16, 4.0)
+    assert "(8)" in note and "task.rows=16" in note and "task.passes=4" in note
 
 
 def options(tmp_path, *more):

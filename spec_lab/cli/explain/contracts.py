@@ -76,8 +76,8 @@ CONTRACTS = (
         "recipe", "task.recipe of an experiment", "target, paths and seed in begin", "spec_lab.train.recipe.Recipe",
         "propose", "spec_lab/drafters/mtp/train.py",
         (
-            "spec_lab.train.recipe.Beginning", "spec_lab.train.chain.ChainObjective", "spec_lab.train.chain.Unrolled",
-            "spec_lab.train.texts.Texts",
+            "spec_lab.train.recipe.Beginning", "spec_lab.train.chain.ChainObjective", "spec_lab.train.chain.Drafts",
+            "spec_lab.train.chain.Unrolled", "spec_lab.train.texts.Texts",
         ),
     ),
     Contract("experiment", "experiment", "", "", "", "conf/experiment/ngram_chain.yaml"),

@@ -82,6 +82,17 @@ class One(Policy):
         return [Limit(1) for _ in states]
 
 
+class Alternates(One):
+    """Its limits depend on how often it was asked."""
+
+    name = "alternates"
+    asked = 0
+
+    def decide(self, batch, states):
+        self.asked += 1
+        return [Limit(self.asked % 2) for _ in states]
+
+
 def text(results):
     return "\n".join(line for result in results for line in result.lines())
 
@@ -108,6 +119,8 @@ def test_a_wrong_verifier_is_refuted_by_the_smallest_counter_example_in_80_colum
     _, finding = result.smallest
     assert np.allclose(finding.after.emitted.sum(), 1) and f"{finding.after.p[0]:.4f}" in said
     assert "draft q" in said
+    exact = [result for result in results if result.drawn == "deterministic"]
+    assert exact and "draft q" not in text(exact), "no q is given to the verifier there"
 
 
 def test_a_proposer_that_misstates_its_q_is_refuted():
@@ -153,6 +166,24 @@ def test_a_lossy_verifier_is_no_failure_and_its_distance_is_printed():
 def test_what_cannot_be_checked_fails_with_the_reason(verifier, proposer, why):
     (result,) = testing.check_parts(verifier, proposer)
     assert result.failed and "NOT CHECKED" in text([result]) and why in " ".join(text([result]).split())
+
+
+def test_a_result_names_policy_and_constraint_and_says_that_nothing_was_cut():
+    (result,) = testing.check_parts(proposer=Uniform(), policy=One())
+    said = " ".join(text([result]).split())
+    assert not result.failed and "uniform (iid) + token + one: lossless" in said
+    assert "Policy 'one' cut no draft on these toys" in said, "the proposer drafts one token"
+
+
+def test_a_fault_of_a_policy_is_not_blamed_on_the_proposer_alone():
+    (result,) = testing.check_parts(proposer=Uniform(), policy=Alternates())
+    said = " ".join(text([result]).split())
+    assert "proposer 'uniform' under policy 'alternates' drafts differently" in said and "Neither declares" in said
+
+
+def test_a_constraint_of_another_vocabulary_must_have_a_toy():
+    with pytest.raises(ValueError, match=r"'once' is built for 7 tokens.*a, b, ab, c, end"):
+        testing.check_parts(constraint=Once(7))
 
 
 def test_a_policy_without_a_proposer_is_refused():
