@@ -31,6 +31,8 @@ def test_what_it_writes_is_found_and_explained(flat_cli, tmp_path, kind):
     assert (code, errors) == (0, "") and "python -m pytest" in out
     assert [file.name for file in tmp_path.iterdir()] == ["my_part"]
     group = GROUPS[kind]
+    trains = (tmp_path / "my_part/my_part/conf/experiment/train_my_part.yaml").is_file()
+    assert trains == (kind == "drafter")
     code, out, errors = flat_cli("explain", f"{group}=my_part", "--config-dir", "my_part/my_part/conf")
     assert code == 0 and f"my_part.part.{'my_part' if kind == 'metric' else 'MyPart'}" in out, errors
 

@@ -38,8 +38,12 @@ pythonpath = ["."]
 """)
 
 
-GROUPS = {kind: kind for kind in ("proposer", "verifier", "constraint", "policy")} | {"metric": "metrics"}
-"""Group of each kind's config. The kind's folder beside this file has a part, its config, and a test that passes."""
+GROUPS = {kind: kind for kind in ("proposer", "verifier", "constraint", "policy")}
+GROUPS |= {"metric": "metrics", "drafter": "proposer"}
+"""Group of each kind's config. The kind's folder beside this file has a part, its config, a test that passes, and the
+experiment that trains it, if one does."""
+
+EXPERIMENT = "experiment.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +91,8 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
         f"{name}/conf/{GROUPS[kind]}/{name}.yaml": renamed("part.yaml"),
         f"tests/test_{name}.py": renamed("test_part.py"),
     }
+    if (Path(__file__).parent / kind / EXPERIMENT).is_file():
+        texts[f"{name}/conf/experiment/train_{name}.yaml"] = renamed(EXPERIMENT)
     folder.mkdir()
     for file, text in texts.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

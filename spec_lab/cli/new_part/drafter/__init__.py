@@ -1,0 +1,1 @@
+"""Files that ``spec-lab new drafter`` copies."""
