@@ -297,8 +297,8 @@ def packed_mask(state: ConstraintState, vocabulary: int) -> np.ndarray | None:
         return mask
     given, code = np.asarray(mask), type(state).mask.__code__
     raise TypeError(
-        f"{type(state).__name__}.mask() must return packed bits [{width(vocabulary)}] (mask_of(tokens, vocabulary); pack "
-        f"for booleans), not {given.dtype} {list(given.shape)} ({code.co_filename}:{code.co_firstlineno})"
+        f"{type(state).__name__}.mask() must return packed bits [{width(vocabulary)}] (mask_of(tokens, vocabulary), "
+        f"or pack(allowed)), not {given.dtype} {list(given.shape)} ({code.co_filename}:{code.co_firstlineno})"
     )
 
 

@@ -260,7 +260,8 @@ def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path)
 
 def test_an_arm_that_is_not_lossless_stands_below_the_verdict_of_its_run(tmp_path):
     a, b = write(tmp_path / "a", taus(9)), write(tmp_path / "b", taus(9))
-    arm = {"lossless": True, "certified": None, "verifier": "mine", "certificate": {"failure": "token 0 has 0.8, not 0.6"}}
+    certificate = {"failure": "token 0 has 0.8, not 0.6"}
+    arm = {"lossless": True, "certified": None, "verifier": "mine", "certificate": certificate}
     (b / "summary.json").write_text(json.dumps({"arms": {"repeat": arm}}))
     _, verdict, lossy = result(compare([a, b])).verdict
     assert verdict.startswith("B: ")

@@ -218,8 +218,8 @@ def check(
     pairs = TOGETHER[:2] if part.shared_store else ()
     result, note = _checked(part.name, part.drawn, verifier, part, (*toys, *pairs)), ""
     if policy and not result.failed and _cuts_nothing(part, verifier, result):
-        note = f"Policy '{policy}' cut no draft on these toys, of at most {MIN_TOKENS} tokens: let its toy() return smaller "
-        note += "limits to check what it cuts."
+        note = f"Policy '{policy}' cut no draft on these toys, of at most {MIN_TOKENS} tokens: "
+        note += "let its toy() return smaller limits to check what it cuts."
     return [replace(result, further=further, note=note)]
 
 
