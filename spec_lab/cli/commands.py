@@ -116,7 +116,8 @@ def parts_check(arguments: Sequence[str]) -> list[str]:
     typed = [*further, *given.overrides]
     first = next((number for number, text in enumerate(typed) if re.match(r"[^-]+=|~", text)), len(typed))
     named = any(re.match(r"proposer\b|\+?experiment=", text) for text in typed)
-    return [*typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]
+    folder = ["--config-dir", given.config_dir] if given.config_dir else []
+    return [*folder, *typed[:first], "task=check", *["proposer=none"] * (not named), *typed[first:]]
 
 
 def drafter_check(arguments: Sequence[str]) -> list[str]:
