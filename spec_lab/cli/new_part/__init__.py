@@ -116,6 +116,8 @@ def check_name(kind: str, name: str) -> None:
         raise ValueError(f"the class of {name!r} would be {_title(name)}, which it imports: choose another name")
     if name in choices(GROUPS[kind]):
         raise ValueError(f"{GROUPS[kind]}={name} exists: choose another name")
+    if kind == "drafter" and f"train_{name}" in choices("experiment"):
+        raise ValueError(f"experiment=train_{name} exists: choose another name")
     if find_spec(name) is not None:
         raise ValueError(f"there is a module {name} already, which the package would hide: choose another name")
 
