@@ -31,7 +31,7 @@ from spec_lab.train.chain import ChainObjective, Unrolled
 from spec_lab.train.recipe import Beginning, Recipe, TargetHead
 
 
-class Cell(nn.Module):
+class NextState(nn.Module):
     """A state ``[.., H]``, and the embedding ``[.., H]`` of the token after it -> the state after that token."""
 
     def __init__(self, width: int) -> None:
@@ -48,15 +48,15 @@ class MyDrafter(TreeProposer):
     """Applies one small layer for each drafted token.
 
     Args:
-        cell: the layer.
+        network: the layer.
         target: that it drafts for.
         plan: of its trees.
         sha256: of its weights; None where they are random.
     """
 
-    def __init__(self, cell: Cell, target: Target, plan: TreePlan, sha256: str | None) -> None:
+    def __init__(self, network: NextState, target: Target, plan: TreePlan, sha256: str | None) -> None:
         super().__init__(plan, "my_drafter", Requires(hidden=(-1,)), sha256)
-        self.cell, self.services = cell.to(target.lm.device, target.lm.dtype), target.services
+        self.network, self.services = network.to(target.lm.device, target.lm.dtype), target.services
 
     @staticmethod
     def load(target: Target, path: str, depth: Annotated[int, Whole(1, 64)] = 4) -> MyDrafter:
@@ -67,13 +67,13 @@ class MyDrafter(TreeProposer):
             path: folder of the weights.
             depth: most tokens drafted in a step.
         """
-        cell = Cell(target.services.hidden_size)
-        cell.load_state_dict(read_tensors(Path(path, "model.safetensors"))[0])
-        return MyDrafter(cell, target, TreePlan.read(depth=depth), weights_hash(path))
+        network = NextState(target.services.hidden_size)
+        network.load_state_dict(read_tensors(Path(path, "model.safetensors"))[0])
+        return MyDrafter(network, target, TreePlan.read(depth=depth), weights_hash(path))
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> MyDrafter:
         """Return it with random weights for a toy target, which ``spec-lab check`` enumerates."""
-        return MyDrafter(Cell(target.services.hidden_size), target, self.plan.toy(tree), None)
+        return MyDrafter(NextState(target.services.hidden_size), target, self.plan.toy(tree), None)
 
     def init(self, request: Request) -> Features:
         """Return the state of a new sequence: the target's hidden states."""
@@ -121,7 +121,7 @@ class MyDrafter(TreeProposer):
 
     def step(self, states: Tensor, token: np.ndarray) -> Tensor:
         """Return the states ``[n, H]`` after these tokens ``[n]``."""
-        after: Tensor = self.cell(states, self.services.embed(upload_tokens(states.device, token)))
+        after: Tensor = self.network(states, self.services.embed(upload_tokens(states.device, token)))
         return after
 
 
@@ -137,16 +137,16 @@ class MyDrafterRecipe(Recipe):
     name: ClassVar = "my_drafter"
 
     def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
-        """Return a new cell and its loss."""
+        """Return a new network and its loss."""
         torch.manual_seed(seed)
-        cell, head = Cell(target.services.hidden_size).to(target.lm.device), TargetHead.of(target)
+        network, head = NextState(target.services.hidden_size).to(target.lm.device), TargetHead.of(target)
         drafts = Unrolled(
             network=lambda state, positions, cache: state,
-            mix=lambda embedded, state: cell(state, embedded),
+            mix=lambda embedded, state: network(state, embedded),
             lm_head=head.lm_head,
             unrolls=self.depth,
         )
-        return Beginning(cell, ChainObjective(cell, drafts, head, target.lm.dtype), facts={})
+        return Beginning(network, ChainObjective(network, drafts, head, target.lm.dtype), facts={})
 
     def write(self, module: Any, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
         """Write the weights; return their hash."""

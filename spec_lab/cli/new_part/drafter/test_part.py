@@ -1,13 +1,13 @@
 """Outputs with the drafts of ``my_drafter`` follow the target: every outcome on toy models is enumerated."""
 
-from spec_lab.cli.new_part.drafter.part import Cell, MyDrafter
+from spec_lab.cli.new_part.drafter.part import NextState, MyDrafter
 from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.testing import assert_lossless
 
 
 def untrained(target: Target) -> MyDrafter:
-    return MyDrafter(Cell(target.services.hidden_size), target, TreePlan.read(depth=4), None)
+    return MyDrafter(NextState(target.services.hidden_size), target, TreePlan.read(depth=4), None)
 
 
 def test_outputs_follow_the_target() -> None:
