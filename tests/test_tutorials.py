@@ -141,9 +141,7 @@ def test_a_drafter_of_hidden_states_is_trained_certified_and_measured(quick_cli,
     tiny = [f"target.path={tmp_path / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={texts}"]
     few = ["task.rows=2", "task.passes=1", "task.held_out=0.25"]
     training, certifying, measuring = commands(TRAINED)
-    code, _, errors = quick_cli(
-        *changed(training, [*tiny, "prompts.limit=null", "max_new_tokens=12", *few])
-    )
+    code, _, errors = quick_cli(*changed(training, [*tiny, "prompts.limit=null", "max_new_tokens=12", *few]))
     assert code == 0, errors
     trained = json.loads((tmp_path / "runs" / "recurrent" / "summary.json").read_text())
     assert trained["drafter"] == "recurrent" and trained["steps"] == 3 and len(trained["accepted"]) == 4
