@@ -17,7 +17,8 @@ def test_no_depth_is_chosen_by_timing_in_parts_of_parts_either():
     assert config == {"depth": MIN_TOKENS, "path": "???", "parts": parts}
 
 
-def test_a_policy_is_checked_with_a_proposer_only():
+def test_a_policy_is_checked_with_a_proposer_only(monkeypatch):
+    monkeypatch.setattr("spec_lab.cli.config_checks.chosen", lambda part, otherwise: otherwise)
     config = OmegaConf.create({"proposer": {"_target_": check.NONE}, "policy": {"_target_": "mine.Slow"}})
     with pytest.raises(Refused, match=r"policy=mine\.Slow .*: add proposer=draft_chain"):
         check_policy(config)
@@ -33,6 +34,7 @@ def test_a_constraint_that_refuses_the_toy_vocabulary_is_built_for_the_target(mo
         return f"over {target}", None
 
     monkeypatch.setattr(check, "apply_constraint", apply)
+    monkeypatch.setattr(check, "chosen", lambda part, otherwise: otherwise)
     parts = {"target": {"path": "/elsewhere/zoo/target"}, "constraint": {"_target_": "mine.Digits"}}
     config = OmegaConf.create({**parts, "verbose": verbose})
     assert check._applied(config, lambda: "the target") == "over the target"
