@@ -9,6 +9,7 @@ import pytest
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import SHORT
 from spec_lab.drafters.medusa.train import MedusaRecipe
+from spec_lab.results.run_figures import figure_rows
 from spec_lab.tasks.train_online import train_online
 from tests import checkpoints
 from tests.labs import lab, settings
@@ -49,6 +50,7 @@ def test_each_round_is_served_by_the_version_that_has_learned_from_those_before(
     assert shown["tau_pooled"]["mean"] == pytest.approx(metrics.tau_pooled(last))
     whole = metrics.tau_pooled(metrics.decode_steps(steps, "online"))
     assert summary["arms"]["online"]["tau_pooled"]["mean"] == pytest.approx(whole)
+    assert {row["arm"]: row["tau_pooled"] for row in figure_rows(folder)}["online"] == pytest.approx(whole)
     assert "The workload changes with request 2, in round 2" in " ".join(out.split())
 
 
