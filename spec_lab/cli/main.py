@@ -324,7 +324,7 @@ def command_line() -> None:
         sys.exit(pages.show(overrides, Console(markup=False), folders))
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
-    if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"
+    if re.match(r"[^\W\d][\w-]*$", "".join(sys.argv[1:2])):  # Hydra's options have a "=", or begin with "-", "+" or "~"
         from spec_lab.cli.commands import command
 
         try:

@@ -67,6 +67,7 @@ def test_what_was_meant_is_said_in_one_line(overrides, meant):
         ("proposer = ngram", "write proposer=ngram without spaces"),
         ("proposer =ngram seed=1", "write proposer=ngram without spaces"),
         ("recomend", "unknown command recomend; did you mean recommend?"),
+        ("check-drafer", "did you mean check-drafter?"),
         ("xyzzy", "commands are state, collect, "),
     ],
 )
