@@ -88,8 +88,8 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_
     assert code == 0, errors
     requests = pd.read_parquet(tmp_path / "here" / "requests.parquet")
     tokens = {arm: rows.sort_values("request")["tokens"].map(list).tolist() for arm, rows in requests.groupby("arm")}
-    assert len(tokens["repeat"]) == 2 and tokens["repeat"] == tokens["baseline"]
-    assert all(a != b for token in tokens["repeat"] for a, b in pairwise(token))
+    assert len(tokens["bigram"]) == 2 and tokens["bigram"] == tokens["baseline"]
+    assert all(a != b for token in tokens["bigram"] for a, b in pairwise(token))
 
 
 def test_a_verifier_that_does_not_support_the_drafts_is_refused_by_name(flat_cli):
