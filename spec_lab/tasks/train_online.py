@@ -22,7 +22,7 @@ from spec_lab.analysis.metrics.acceptance import SUMMANDS
 from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.analysis.metrics.ranges import in_ranges
 from spec_lab.analysis.results import online
-from spec_lab.core.options import Count, Filled, Number, Share, Whole, WrongOption, checked
+from spec_lab.core.options import Count, Filled, Share, Whole, WrongOption, checked
 from spec_lab.core.progress import Progress
 from spec_lab.core.request import BROKEN, Request
 from spec_lab.decode.engine import fixed_group
@@ -33,7 +33,7 @@ from spec_lab.results.writer import rows_of
 from spec_lab.tasks.drift import WORKLOAD, RequestStream
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
-from spec_lab.tasks.train import check_count, check_sampling
+from spec_lab.tasks.train import Positive, check_count, check_sampling
 from spec_lab.tasks.training_answers import kept_answers
 from spec_lab.text.answers import AnsweredText
 from spec_lab.text.prompts import Prompt
@@ -54,8 +54,6 @@ VERSION = {
 """Columns of ``steps`` beside ``results.schema.STEPS``; the group is the first of the requests decoded together."""
 
 FIGURES = ("tau_pooled", "draft_token_rate")
-
-Positive = Annotated[float, Number(0, above=True)]
 
 
 @checked

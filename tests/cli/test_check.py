@@ -35,7 +35,7 @@ def test_a_constraint_that_refuses_the_toy_vocabulary_is_built_for_the_target(mo
 
     monkeypatch.setattr(check, "apply_constraint", apply)
     monkeypatch.setattr(check, "chosen", lambda part, otherwise: otherwise)
-    parts = {"target": {"path": "/elsewhere/zoo/target"}, "constraint": {"_target_": "mine.Digits"}}
+    parts = {"target": {"path": "elsewhere/zoo/target"}, "constraint": {"_target_": "mine.Digits"}}
     config = OmegaConf.create({**parts, "verbose": verbose})
     assert check._applied(config, lambda: "the target") == "over the target"
     why = " (for a toy: constraint: no digits)" * verbose
