@@ -1,8 +1,10 @@
 """Compare what ``spec-lab recommend`` recommends with an exhaustive sweep: python -m experiments.recommend.measure.
 
-For each target, text and temperature the command recommends a mode; then one run measures every mode of a grid, and the
-recommended one, in paired groups. The proof is the recommended mode's speed over that of the fastest, and the time of
-both. The same command resumes; ``--times`` repeats the recommendation, to see how often it makes the same choice.
+For each target, text and temperature the command recommends a mode, and one run measures every mode of a grid, both
+on the first prompts of the text. Then the recommended mode, the grid's fastest and the baseline take turns on as many
+other prompts: the fastest of some 50 was chosen by its own measurement, which favours it there, and not here. The same
+command resumes and keeps what ``results.csv`` has of other settings; ``--times`` repeats the recommendation, to see how
+often it makes the same choice.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import runs
+from experiments.plots import bounds, speed_over
 from spec_lab.analysis import metrics
 from spec_lab.tasks.recommend.modes import NONE, WITHOUT_FILES, SpeculativeMode
 
@@ -34,8 +37,11 @@ TEXTS, TEMPERATURES = ("code", "json", "prose"), (0, 1)
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
-FOUND = "recommended"
-"""Arm of the recommended mode in the exhaustive run."""
+RECOMMENDED, FASTEST, BASELINE = "recommended", "fastest", "baseline"
+"""Arms of the last run."""
+
+KEYS = ["target", "text", "temperature"]
+"""Columns of ``results.csv`` that name a setting."""
 
 
 def grid() -> dict[str, SpeculativeMode]:
@@ -71,53 +77,86 @@ def arm_options(arm: str, overrides: Sequence[str]) -> list[str]:
     return named
 
 
+def spec_lab(*arguments: str) -> None:
+    """Run the command line.
+
+    Raises:
+        CalledProcessError: it failed; its message is on the terminal.
+    """
+    subprocess.run([sys.executable, "-m", "spec_lab", *arguments], check=True)
+
+
 def recommended(out: Path, options: Sequence[str], minutes: float) -> tuple[dict[str, Any], float]:
     """Recommend a mode; return the summary and the seconds that this process took, 0 of one that has ended before."""
     began, ended = time.perf_counter(), (out / "ended.json").exists()
-    command = [sys.executable, "-m", "spec_lab", "recommend", *options, f"minutes={minutes:g}", f"output_dir={out}"]
-    subprocess.run(command, check=True)
+    spec_lab("recommend", *options, f"minutes={minutes:g}", f"output_dir={out}")
     return json.loads((out / "summary.json").read_text()), 0.0 if ended else time.perf_counter() - began
 
 
-def exhaustive(
-    out: Path, options: Sequence[str], refused: Sequence[str], chosen: Sequence[str], best: Sequence[str]
-) -> float:
-    """Measure every mode of the grid that the target supports, and the recommended one; return the seconds.
+def exhaustive(out: Path, options: Sequence[str], refused: Sequence[str]) -> tuple[SpeculativeMode | None, float]:
+    """Measure every mode of the grid that the target supports; return the fastest, None: the baseline, and the seconds.
 
     Args:
         out: the run's folder.
         options: target, text and temperature.
         refused: names of modes that the recommendation could not run; their proposers are left out.
-        chosen: options of the run.
-        best: options of the recommended mode; empty for none.
     """
     without = {name.partition(" ")[0] for name in refused}
     modes = {arm: mode for arm, mode in grid().items() if mode.proposer not in without}
     named = [text for arm, mode in modes.items() for text in arm_options(arm, mode.overrides)]
-    named += arm_options(FOUND, best)
     began = time.perf_counter()
-    command = [sys.executable, "-m", "spec_lab", *options, "proposer=none", *named, *chosen, f"output_dir={out}"]
-    subprocess.run(command, check=True)
-    return time.perf_counter() - began
+    spec_lab(*options, "proposer=none", *named, "name=exhaustive", "record=none", f"output_dir={out}")
+    took = time.perf_counter() - began
+    requests = metrics.load(out).requests
+    return modes.get(max([BASELINE, *modes], key=lambda arm: metrics.tokens_per_second(requests, arm))), took
 
 
-def compared(run: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the share of the fastest arm's speed that the recommended mode has in the exhaustive run.
+def compared(
+    out: Path, options: Sequence[str], arms: Mapping[str, Sequence[str]], skipped: int
+) -> dict[tuple[str, str], metrics.Interval]:
+    """Return the speed of each arm over the baseline's, and of the recommended mode over the fastest's.
 
     Args:
-        run: the folder of the exhaustive run.
-        summary: of the recommendation.
+        out: the run's folder.
+        options: target, text and temperature, with all prompts.
+        arms: options of the two modes by name; empty for autoregressive decoding, whose arm is the baseline.
+        skipped: prompts from the first that do not count: the modes were chosen on them.
     """
-    requests = metrics.load(run).requests
-    speeds = {arm: metrics.tokens_per_second(requests, arm) for arm in requests["arm"].unique()}
-    recommended_arm = "baseline" if summary["recommended"]["mode"] == NONE else FOUND
-    fastest = max(speeds, key=lambda arm: speeds[arm])
-    modes = {arm: mode.name for arm, mode in grid().items()}
-    return {
-        "recommended": summary["recommended"]["mode"], "share": speeds[recommended_arm] / speeds[fastest],
-        "fastest": modes.get(fastest, fastest), "speedup": speeds[recommended_arm] / speeds["baseline"],
-        "fastest_speedup": speeds[fastest] / speeds["baseline"], "seconds": summary["seconds"],
+    named = [text for arm, overrides in arms.items() for text in arm_options(arm, overrides)]
+    spec_lab(*options, "proposer=none", *named, "name=compared", "record=none", f"output_dir={out}")
+    requests = metrics.load(out).requests
+    requests = requests[requests["request"] >= skipped]
+    names = {arm: arm if overrides else BASELINE for arm, overrides in arms.items()}
+    pairs = [(RECOMMENDED, FASTEST), (RECOMMENDED, BASELINE), (FASTEST, BASELINE)]
+    return {(a, b): speed_over(requests, names[a], names.get(b, b)) for a, b in pairs}
+
+
+def row_of(folder: Path, chosen: argparse.Namespace, target: str, text: str, temperature: int) -> dict[str, Any]:
+    """Measure a setting; return its row of ``results.csv``."""
+    few = [f"prompts.limit={chosen.limit}"]
+    options = [*TARGETS[target], f"prompts={text}", f"sampling.temperature={temperature}"]
+    options += [f"max_new_tokens={chosen.new}", f"threads={chosen.threads}"]
+    runs_of = [recommended(folder / f"recommend_{n}", [*options, *few], chosen.minutes) for n in range(chosen.times)]
+    summary, seconds = runs_of[0]
+    names = [summary["recommended"]["mode"] for summary, _ in runs_of]
+    refused = [line["mode"] for line in summary["refused"]]
+    fastest, exhaustive_seconds = exhaustive(folder / "exhaustive", [*options, *few], refused)
+    arms = {
+        RECOMMENDED: [] if names[0] == NONE else summary["recommended"]["overrides"],
+        FASTEST: [] if fastest is None else fastest.overrides,
+    }
+    all_prompts = f"prompts.limit={2 * chosen.limit}"
+    ratios = compared(folder / "compared", [*options, all_prompts], arms, chosen.limit)
+    row: dict[str, Any] = {
+        "target": target, "text": text, "temperature": temperature, "prompts": chosen.limit, "tokens": chosen.new,
+        "recommended": names[0], "fastest": NONE if fastest is None else fastest.name,
     }  # fmt: skip
+    for name, (arm, reference) in {
+        "share": (RECOMMENDED, FASTEST), "speedup": (RECOMMENDED, BASELINE), "fastest_speedup": (FASTEST, BASELINE),
+    }.items():  # fmt: skip
+        row |= bounds(name, ratios[arm, reference])
+    took = {"seconds": seconds, "exhaustive_seconds": exhaustive_seconds}
+    return row | took | {"same_choice": names.count(names[0]), "times": chosen.times}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -132,24 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="which targets (all)")
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), help="which texts (all)")
     chosen: argparse.Namespace = parser.parse_args(arguments)
-    rows = []
-    for target, text, temperature in product(chosen.targets, chosen.texts, TEMPERATURES):
-        folder = chosen.out / f"{target}_{text}_{temperature}"
-        usual = [f"prompts.limit={chosen.limit}", f"max_new_tokens={chosen.new}", f"threads={chosen.threads}"]
-        options = [*TARGETS[target], f"prompts={text}", f"sampling.temperature={temperature}", *usual]
-        summaries = [recommended(folder / f"recommend_{n}", options, chosen.minutes)[0] for n in range(chosen.times)]
-        names = [summary["recommended"]["mode"] for summary in summaries]
-        best = [] if names[0] == NONE else summaries[0]["recommended"]["overrides"]
-        refused = [line["mode"] for line in summaries[0]["refused"]]
-        took = exhaustive(folder / "exhaustive", options, refused, ["name=exhaustive", "record=none"], best)
-        row = {
-            "target": target,
-            "text": text,
-            "temperature": temperature,
-            **compared(folder / "exhaustive", summaries[0]),
-        }
-        rows.append(row | {"exhaustive_seconds": took, "same_choice": names.count(names[0]), "times": chosen.times})
-        pd.DataFrame(rows).to_csv(chosen.out / "results.csv", index=False)
+    file = chosen.out / "results.csv"
+    table = pd.read_csv(file) if file.is_file() else pd.DataFrame(columns=KEYS)
+    for setting in product(chosen.targets, chosen.texts, TEMPERATURES):
+        if (table[KEYS] == list(setting)).all(axis=1).any():
+            continue
+        row = row_of(chosen.out / "_".join(map(str, setting)), chosen, *setting)
+        table = pd.concat([table, pd.DataFrame([row])], ignore_index=True)
+        table.to_csv(file, index=False)
 
 
 if __name__ == "__main__":
