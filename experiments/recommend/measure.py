@@ -1,10 +1,10 @@
 """Compare what ``spec-lab recommend`` recommends with an exhaustive sweep: python -m experiments.recommend.measure.
 
 For each target, text and temperature the command recommends a mode, and one run measures every mode of a grid, both
-on the first prompts of the text. Then the recommended mode, the grid's fastest and the baseline take turns on as many
-other prompts: the fastest of some 50 was chosen by its own measurement, which favours it there, and not here. The same
-command resumes and keeps what ``results.csv`` has of other settings; ``--times`` repeats the recommendation, to see how
-often it makes the same choice.
+on the first prompts of the text. Then the recommended mode, the grid's fastest and the baseline take turns on three
+times as many other prompts: the fastest of some 50 was chosen by its own measurement, which favours it there, and not
+here. The same command resumes and keeps what ``results.csv`` has of other settings; ``--times`` repeats the
+recommendation, to see how often it makes the same choice.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 RECOMMENDED, FASTEST, BASELINE = "recommended", "fastest", "baseline"
 """Arms of the last run."""
+
+OTHERS = 3
+"""Prompts on which the two modes are compared, for each prompt on which they were chosen."""
 
 KEYS = ["target", "text", "temperature"]
 """Columns of ``results.csv`` that name a setting."""
@@ -77,20 +80,26 @@ def arm_options(arm: str, overrides: Sequence[str]) -> list[str]:
     return named
 
 
-def spec_lab(*arguments: str) -> None:
-    """Run the command line.
+def timed(out: Path, *arguments: str) -> float:
+    """Run the command line with its output in a folder; return the seconds of the process that ended it.
+
+    They are kept in a file beside the folder, and a run that has ended is not started again.
 
     Raises:
         CalledProcessError: it failed; its message is on the terminal.
     """
-    subprocess.run([sys.executable, "-m", "spec_lab", *arguments], check=True)
+    file = out.with_suffix(".json")
+    if not file.is_file():
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "spec_lab", *arguments, f"output_dir={out}"], check=True)
+        file.write_text(json.dumps({"seconds": time.perf_counter() - began}))
+    return float(json.loads(file.read_text())["seconds"])
 
 
 def recommended(out: Path, options: Sequence[str], minutes: float) -> tuple[dict[str, Any], float]:
-    """Recommend a mode; return the summary and the seconds that this process took, 0 of one that has ended before."""
-    began, ended = time.perf_counter(), (out / "ended.json").exists()
-    spec_lab("recommend", *options, f"minutes={minutes:g}", f"output_dir={out}")
-    return json.loads((out / "summary.json").read_text()), 0.0 if ended else time.perf_counter() - began
+    """Recommend a mode; return the summary and the seconds."""
+    seconds = timed(out, "recommend", *options, f"minutes={minutes:g}")
+    return json.loads((out / "summary.json").read_text()), seconds
 
 
 def exhaustive(out: Path, options: Sequence[str], refused: Sequence[str]) -> tuple[SpeculativeMode | None, float]:
@@ -104,9 +113,7 @@ def exhaustive(out: Path, options: Sequence[str], refused: Sequence[str]) -> tup
     without = {name.partition(" ")[0] for name in refused}
     modes = {arm: mode for arm, mode in grid().items() if mode.proposer not in without}
     named = [text for arm, mode in modes.items() for text in arm_options(arm, mode.overrides)]
-    began = time.perf_counter()
-    spec_lab(*options, "proposer=none", *named, "name=exhaustive", "record=none", f"output_dir={out}")
-    took = time.perf_counter() - began
+    took = timed(out, *options, "proposer=none", *named, "name=exhaustive", "record=none")
     requests = metrics.load(out).requests
     return modes.get(max([BASELINE, *modes], key=lambda arm: metrics.tokens_per_second(requests, arm))), took
 
@@ -123,7 +130,7 @@ def compared(
         skipped: prompts from the first that do not count: the modes were chosen on them.
     """
     named = [text for arm, overrides in arms.items() for text in arm_options(arm, overrides)]
-    spec_lab(*options, "proposer=none", *named, "name=compared", "record=none", f"output_dir={out}")
+    timed(out, *options, "proposer=none", *named, "name=compared", "record=none")
     requests = metrics.load(out).requests
     requests = requests[requests["request"] >= skipped]
     names = {arm: arm if overrides else BASELINE for arm, overrides in arms.items()}
@@ -145,7 +152,7 @@ def row_of(folder: Path, chosen: argparse.Namespace, target: str, text: str, tem
         RECOMMENDED: [] if names[0] == NONE else summary["recommended"]["overrides"],
         FASTEST: [] if fastest is None else fastest.overrides,
     }
-    all_prompts = f"prompts.limit={2 * chosen.limit}"
+    all_prompts = f"prompts.limit={(1 + OTHERS) * chosen.limit}"
     ratios = compared(folder / "compared", [*options, all_prompts], arms, chosen.limit)
     row: dict[str, Any] = {
         "target": target, "text": text, "temperature": temperature, "prompts": chosen.limit, "tokens": chosen.new,
