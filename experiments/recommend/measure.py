@@ -41,7 +41,7 @@ RECOMMENDED, FASTEST, BASELINE = "recommended", "fastest", "baseline"
 """Arms of the last run."""
 
 OTHERS = 3
-"""Prompts on which the two modes are compared, for each prompt on which they were chosen."""
+"""Prompts on which the two modes are compared, for each prompt on which they were chosen, if the text has so many."""
 
 KEYS = ["target", "text", "temperature"]
 """Columns of ``results.csv`` that name a setting."""

@@ -27,11 +27,11 @@ SUMMARY = {
 
 MODES = (
     "Predicted: tau by replay of a few recordings, over the measured cost of its steps. Measured: in paired groups of "
-    "prompts against decoding without speculation, with intervals that allow for all measured modes and looks. Only a "
-    "mode whose whole interval is above 1 is recommended. tau: emitted tokens of a step, as measured; predicted tau: "
-    "by replay."
+    "prompts against decoding without speculation. One mode is chosen by half of the prompts and measured on the "
+    "others, with an interval that allows for all looks; it is recommended only if the whole interval is above 1. "
+    "tau: emitted tokens of a step, as measured; predicted tau: by replay."
 )
-BADGES = {"recommended": "good", "faster": "good", "slower": "bad", "not shown faster": "warn", "not measured": "plain"}
+BADGES = {"recommended": "good", "slower": "bad", "not shown faster": "warn"}
 
 
 def result(folder: Path) -> Result:

@@ -146,7 +146,7 @@ WITHOUT_FILES = (
     _family("union", parts=LOOKED_UP),
     _family("early_exit", depth=4),
     _family("lookahead"),
-    _family("pld_plus", depth=10),
+    _family("pld_plus", depth=16),
     _family("skip", depth=4),
     _family("jacobi", depth=8),
 )

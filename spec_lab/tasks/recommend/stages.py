@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Interval
+from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS
 from spec_lab.core.files import read_json, write_json
 from spec_lab.core.progress import Progress
 from spec_lab.policy.costs import DraftCosts
@@ -23,7 +23,8 @@ from spec_lab.replay.recorded_trees import of_rows
 from spec_lab.results.writer import Recorder, load, load_replay
 from spec_lab.tasks.groups import BASELINE, decode_group
 from spec_lab.tasks.lab import Lab, Loop, Settings, Turn
-from spec_lab.tasks.recommend.confirm import LOOKS, Confirmed, confirm, paired_speedup
+from spec_lab.tasks.recommend.comparison import REPEATS, Comparison
+from spec_lab.tasks.recommend.confirm import LEVEL, Confirmed, confirm, select
 from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
 from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
 from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
@@ -35,13 +36,10 @@ COSTS, RECORDINGS = 0.3, 0.6
 """Shares of the time until which steps are timed and families are recorded; the rest confirms."""
 
 MAX_RECORDED = 12
-"""Groups of prompts that each family is recorded on at most; half of all at most, so that others confirm."""
+"""Groups of prompts that each family is recorded on at most; half of all at most, as others confirm."""
 
 PROMISING = 0.8
 """Predicted speed-up below which a mode is not measured, unless it is the best."""
-
-REPEATS = 1 + LOOKS[-1] // MIN_CLUSTERS
-"""Times that a prompt is decoded at most: once to be recorded, and as often as the fewest groups make the last look."""
 
 MAX_CONFIRMED = 5
 """Modes that are measured at most."""
@@ -123,8 +121,19 @@ class Stages:
 
     @property
     def first(self) -> int:
-        """Number of the first group that confirms modes."""
+        """Number of the first group that selects modes."""
         return MAX_RECORDED * (len(self.families) + 1)
+
+    @property
+    def selecting(self) -> Sequence[Sequence[int]]:
+        """Groups of prompts that select a mode: the first half, of which some were recorded."""
+        return self.groups[: len(self.groups) // 2]
+
+    @property
+    def confirming(self) -> Sequence[Sequence[int]]:
+        """Groups that confirm it: the others; all, where the others are too few for an interval."""
+        others = self.groups[len(self.groups) // 2 :]
+        return others if len(others) >= MIN_CLUSTERS else self.groups[::-1]
 
     def measure_costs(self) -> None:
         """Time steps without a draft and with trees; set the length of outputs that the time allows."""
@@ -140,7 +149,8 @@ class Stages:
         self.costs = {batch: dict(costs.seconds) for batch, costs in measured.items()}
         self.spread = {batch: costs.overall_spread for batch, costs in measured.items()}
         step = self.costs[self.batch][0]
-        fits = int(self.limit.left(1 - RECORDINGS) / (SLOWER * step * (1 + MAX_CONFIRMED) * MIN_CLUSTERS))
+        decoded = (1 + MAX_CONFIRMED) * len(self.selecting) + 2 * MIN_CLUSTERS
+        fits = int(self.limit.left(1 - RECORDINGS) / (SLOWER * step * decoded))
         self.tokens = max(min(self.settings.max_new_tokens, fits), min(FEWEST_TOKENS, self.settings.max_new_tokens))
         self.keep()
 
@@ -157,7 +167,7 @@ class Stages:
                 if name in self.refused or at in self.finished:
                     continue
                 share = RECORDINGS if turn else (1 + RECORDINGS) / 2
-                if self.limit.left(share) < self._seconds(name):
+                if self.limit.left(share) < self.seconds(name):
                     if turn == 0:
                         self.refused[name] = "the time ended before it was recorded"
                         continue
@@ -166,24 +176,24 @@ class Stages:
                     return
                 self.bar.set_postfix_str(f"recording {name}")
                 if name not in arms:
-                    arms[name] = self._arm(name, None if family is None else family.mode, recording)
+                    arms[name] = self.arm(name, None if family is None else family.mode, recording)
                 if (arm := arms[name]) is not None:
-                    self._decode(at, self._turns(self.groups[turn], 0), {name: arm}, recording)
+                    self.decode(at, self.turns(self.groups[turn], 0), {name: arm}, recording)
         self.recorded = True
         self.keep()
 
-    def _seconds(self, name: str) -> float:
-        """Return the seconds that a group of prompts is expected to take."""
+    def seconds(self, name: str) -> float:
+        """Return the seconds that a group of prompts is expected to take with an arm."""
         plain = self.took.get(BASELINE, SLOWER * self.tokens * self.costs[self.batch][0])
         return self.took.get(name, SLOWER * plain)
 
-    def _arm(self, name: str, mode: SpeculativeMode | None, settings: Settings) -> Loop | None:
+    def arm(self, name: str, mode: SpeculativeMode | None, settings: Settings) -> Loop | None:
         """Return the arm of a mode, warmed up; None where it cannot run, which is kept with the reason."""
         try:
             proposer = Null.load(self.lab.target) if mode is None else self.build(mode)
             arm = self.lab.arm(settings, proposer, Match() if mode is None else self.lab.verifier)
             short = [
-                replace(turn.request, max_new_tokens=min(16, self.tokens)) for turn in self._turns(self.groups[0], 0)
+                replace(turn.request, max_new_tokens=min(16, self.tokens)) for turn in self.turns(self.groups[0], 0)
             ]
             done = arm.decode(short)
             if error := next((outcome.error for outcome in done.outcomes if outcome.error), ""):
@@ -201,9 +211,9 @@ class Stages:
     @cached_property
     def _repeated(self) -> Lab:
         """The lab with each prompt once for every time that it is decoded, which is a request of its own then."""
-        return replace(self.lab, prompts=[*self.lab.prompts] * REPEATS)
+        return replace(self.lab, prompts=[*self.lab.prompts] * (1 + 2 * REPEATS))
 
-    def _turns(self, group: Sequence[int], time: int) -> list[Turn]:
+    def turns(self, group: Sequence[int], time: int) -> list[Turn]:
         """Return the first turns of a group when it is decoded for the given time: 0 to be recorded."""
         first = time * len(self.lab.prompts)
         return [self._repeated.turn(self._shortened(self.settings), first + number) for number in group]
@@ -211,7 +221,7 @@ class Stages:
     def _shortened(self, settings: Settings) -> Settings:
         return replace(settings, max_new_tokens=self.tokens)
 
-    def _decode(self, number: int, group: Sequence[Turn], arms: Mapping[str, Loop], settings: Settings) -> None:
+    def decode(self, number: int, group: Sequence[Turn], arms: Mapping[str, Loop], settings: Settings) -> None:
         """Decode a group with arms, and write its rows."""
         before = self.limit.spent
         with Progress(disable=True) as quiet:
@@ -247,52 +257,39 @@ class Stages:
         return judged
 
     def confirm(self, judged: Sequence[JudgedMode]) -> tuple[list[JudgedMode], Confirmed]:
-        """Measure the best predicted modes against the baseline; return them with the result."""
+        """Select the fastest of the best predicted modes and confirm it; return the measured ones with the result."""
         if judged and not self.count:
             self.policies = self.limit.left() >= POLICY_SECONDS
             best = best_few(judged, self.batch, MAX_CONFIRMED, self.policies)
-            together = self._seconds(BASELINE) * np.cumsum([1, *(1 / mode.at(self.batch) for mode in best)])
-            able = int((together * MIN_CLUSTERS <= self.limit.left()).sum()) - 1
+            shares = np.array([1.0, *(1 / mode.at(self.batch) for mode in best)])
+            together = np.cumsum(shares) * len(self.selecting) + shares[:2].sum() * MIN_CLUSTERS
+            able = int((self.seconds(BASELINE) * together <= self.limit.left()).sum()) - 1
             promising = sum(mode.at(self.batch) >= PROMISING for mode in best)
             self.count = max(1, min(able, promising))
             self.keep()
         few = best_few(judged, self.batch, self.count, self.policies) if judged else []
-        settings = replace(self.settings, record="none")
-        arms: dict[str, Loop | None] = {}
         modes = {mode.mode.name: mode for mode in few}
         for name, mode in modes.items():
-            self.took.setdefault(name, self._seconds(BASELINE) / mode.at(self.batch))
+            self.took.setdefault(name, self.seconds(BASELINE) / mode.at(self.batch))
+        arms: dict[str, Loop | None] = {}
+        selection = Comparison(self, "selecting", 0, self.selecting, modes, arms)
+        confirmation = Comparison(self, "confirming", 1, self.confirming, modes, arms)
 
-        def decode(number: int, alive: Sequence[str]) -> bool:
-            at = self.first + number
-            if at in self.finished:
-                return True
-            if self.limit.left() < sum(map(self._seconds, (BASELINE, *alive))):
-                return False
-            for name in (BASELINE, *alive):
-                if name not in arms:
-                    self.bar.set_postfix_str(f"loading {name}")
-                    arms[name] = self._arm(name, modes[name].mode if name in modes else None, settings)
-            able = {name: arm for name in (*alive, BASELINE) if (arm := arms[name]) is not None}
-            self.bar.set_postfix_str(f"confirming {', '.join(alive)}")
-            if len(able) > 1:
-                self._decode(at, self._confirming(number), able, settings)
-            return True
+        def fits(count: int, names: Sequence[str]) -> bool:
+            later = min(map(self.seconds, names)) + self.seconds(BASELINE)
+            return count * sum(map(self.seconds, (BASELINE, *names))) + MIN_CLUSTERS * later <= self.limit.left()
 
-        def speedup(name: str, level: float) -> Interval:
-            requests = load(self.settings.output_dir).requests
-            return paired_speedup(requests, name, level, self.first, len(self.groups))
-
-        def fits(number: int, count: int, names: Sequence[str]) -> bool:
-            known = self.first + number in self.finished
-            return known or count * sum(map(self._seconds, (BASELINE, *names))) <= self.limit.left()
-
-        done = confirm(list(modes), decode, speedup, LOOKS, fits)
-        requests = load(self.settings.output_dir).requests
-        groups = requests[requests["group"] >= self.first].groupby("arm")["group"].nunique()
-        return few, replace(done, groups={name: int(groups.get(name, 0)) for name in modes})
-
-    def _confirming(self, number: int) -> list[Turn]:
-        """Return a group that confirms modes: those that were not recorded come first, and all again after them."""
-        again, group = divmod(number, len(self.groups))
-        return self._turns(self.groups[::-1][group], 1 + again)
+        ranked = select(list(modes), selection.decode, selection.speed, fits) if len(modes) > 1 else list(modes)
+        leader = next((name for name in ranked if name not in self.refused), "")
+        if not leader:
+            return few, Confirmed("", {}, {}, LEVEL, "time")
+        known, groups, level, ended = confirm(
+            lambda number: bool(confirmation.decode(number, [leader])),
+            lambda level: confirmation.speed(leader, BASELINE, level),
+            sorted({MIN_CLUSTERS, len(self.confirming), REPEATS * len(self.confirming)}),
+        )
+        counted = selection.counted()
+        speedups = {name: selection.speed(name, BASELINE) for name in counted}
+        if groups:
+            speedups[leader], counted[leader] = known, groups
+        return few, Confirmed(leader, speedups, counted, level, ended)

@@ -79,32 +79,31 @@ def summarise(
 
 def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) -> str:
     """Return the verdict in one sentence."""
-    percent = f"{confirmed.level:.1%}: 95 % for all {len(few)} modes and several looks together"
-    if confirmed.fastest:
-        mean, low, high = confirmed.speedups[confirmed.fastest]
-        return (
-            f"Run {confirmed.fastest}: {mean:.2f} times the speed of decoding without speculation [{low:.2f}, "
-            f"{high:.2f}], measured on {confirmed.groups[confirmed.fastest]} groups of prompts (an interval of "
-            f"{percent})."
-        )
+    name = confirmed.leader
     if stages.too_slow:
         return f"Run no speculation: nothing was measured, since {stages.too_slow}; give more minutes."
     if not few:
         return "Run no speculation: no mode could be judged on this target."
-    known = {name: interval for name, interval in confirmed.speedups.items() if not math.isnan(interval.mean)}
-    if not known:
+    if name not in confirmed.speedups:
         return "Run no speculation: the time ended before a mode was measured; give more minutes."
-    name = max(known, key=lambda name: (not math.isnan(known[name].low), known[name].mean))  # with an interval first
-    mean, low, high = known[name]
+    mean, low, high = confirmed.speedups[name]
+    groups = confirmed.groups[name]
+    best = f"the best of {len(few)} measured" if len(few) > 1 else "the only one measured"
     if math.isnan(low):
         return (
-            f"Run no speculation: the time ended after {confirmed.groups[name]} groups of prompts, too few to show "
-            f"that a mode is faster (best of {len(few)} measured: {name}, {mean:.2f}); give more minutes."
+            f"Run no speculation: the time ended after {groups} groups of prompts, too few to show that a mode is "
+            f"faster ({name}, {best}: {mean:.2f}); give more minutes."
+        )
+    percent = f"{confirmed.level:.1%}: 95 % for all looks together"
+    if confirmed.fastest:
+        return (
+            f"Run {name}: {mean:.2f} times the speed of decoding without speculation [{low:.2f}, {high:.2f}], measured "
+            f"on {groups} groups of prompts after it was {best} (an interval of {percent})."
         )
     shown = "is slower" if high < 1 else "was not shown to be faster"
     return (
-        f"Run no speculation: {name}, the best of {len(few)} measured, {shown}: {mean:.2f} times the baseline's "
-        f"speed [{low:.2f}, {high:.2f}] (an interval of {percent})."
+        f"Run no speculation: {name}, {best}, {shown}: {mean:.2f} times the baseline's speed [{low:.2f}, {high:.2f}] "
+        f"(an interval of {percent})."
     )
 
 
@@ -157,7 +156,7 @@ def _measured(
         name = mode.mode.name
         of_mode, interval = steps[name], confirmed.speedups.get(name)
         tau = float(of_mode["emitted_kept"].sum() / len(of_mode)) if len(of_mode) else None
-        state = "recommended" if name == confirmed.fastest else "faster" if interval and interval.low > 1 else (
+        state = "recommended" if name == confirmed.fastest else "not chosen" if name != confirmed.leader else (
             "slower" if interval and interval.high < 1 else "not shown faster")  # fmt: skip
         rows.append(_line(mode, batch) | {"measured": interval and interval._asdict(), "tau": tau, "state": state,
                                           "groups": confirmed.groups.get(name, 0)})  # fmt: skip

@@ -138,10 +138,9 @@ def _check(lab: Lab, settings: Settings) -> Callable[[SpeculativeMode], Proposer
 
 
 def _times(tables: Tables, facts: Mapping[str, Any], first: int, confirmed: Confirmed) -> dict[str, Any]:
-    """Return the verdict on the times of the mode that was measured longest; empty where none was measured."""
-    if not any(confirmed.groups.values()):
+    """Return the verdict on the times of the leader and the baseline; empty where it was not measured."""
+    if not confirmed.groups.get(name := confirmed.leader):
         return {}
-    name = confirmed.fastest or max(confirmed.groups, key=lambda name: confirmed.groups[name])
     groups = tables.requests.loc[(tables.requests["arm"] == name) & (tables.requests["group"] >= first), "group"]
     frames = (tables.forwards, tables.steps, tables.requests)
     kept = [rows[rows["group"].isin(groups) & rows["arm"].isin([name, BASELINE])] for rows in frames]

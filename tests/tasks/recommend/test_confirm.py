@@ -1,4 +1,4 @@
-"""Paired runs with early ends: planted speeds are found, none is called faster by chance, and losers end early."""
+"""Selection finds planted speeds and drops losers; confirmation on other groups calls no mode faster by chance."""
 
 from collections import Counter
 
@@ -7,7 +7,9 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis.metrics.speed import speedup_of_totals
-from spec_lab.tasks.recommend.confirm import LOOKS, confirm, paired_speedup
+from spec_lab.tasks.recommend.confirm import SELECTION_LOOKS, confirm, paired_speed, select
+
+LOOKS = (8, 12, 24)
 
 
 class Machine:
@@ -26,71 +28,81 @@ class Machine:
 
     def decode(self, number, names):
         if not self.left:
-            return False
+            return []
         self.left -= 1
         for name in (*names, "baseline"):
             speed = self.speeds.get(name, 1.0)
             self.rows.append((name, number, 64.0, float(np.exp(self.rng.normal(0, self.noise)) / speed)))
             self.decoded[name] += 1
-        return True
+        return list(names)
 
-    def speedup(self, name, level):
+    def speed(self, name, reference, level=0.95):
         frame = pd.DataFrame(self.rows, columns=["arm", "group", "tokens", "seconds"]).set_index("group")
-        totals = [frame.loc[frame["arm"] == arm, ["tokens", "seconds"]] for arm in (name, "baseline")]
+        totals = [frame.loc[frame["arm"] == arm, ["tokens", "seconds"]] for arm in (name, reference)]
         return speedup_of_totals(*totals, level)
 
-    def confirm(self):
-        return confirm(list(self.speeds), self.decode, self.speedup, LOOKS)
+    def confirm(self, name="a"):
+        return confirm(
+            lambda number: bool(self.decode(number, [name])),
+            lambda level: self.speed(name, "baseline", level),
+            LOOKS,
+        )
 
 
-def test_the_fastest_of_several_modes_is_found_and_the_others_end_early():
-    machine = Machine({"a": 1.1, "best": 1.5, "c": 0.8, "d": 1.2, "e": 0.5})
-    done = machine.confirm()
-    assert (done.fastest, done.ended) == ("best", "faster")
-    assert done.speedups["best"].low > 1 and done.speedups["best"].mean == pytest.approx(1.5, rel=0.1)
-    assert machine.decoded["c"] == machine.decoded["e"] == LOOKS[0] < machine.decoded["best"]
-    assert done.groups["best"] == machine.decoded["baseline"]
+def test_the_fastest_of_several_modes_is_selected_and_slower_ones_end_early():
+    machine = Machine({"a": 1.1, "best": 1.5, "c": 0.8, "d": 1.45, "e": 0.5}, noise=0.1)
+    assert select(list(machine.speeds), machine.decode, machine.speed)[0] == "best"
+    assert machine.decoded["a"] == machine.decoded["c"] == SELECTION_LOOKS[0] < machine.decoded["d"]
 
 
-def test_modes_that_are_slower_end_at_the_first_look():
-    machine = Machine({"a": 0.8, "b": 0.6})
-    done = machine.confirm()
-    assert (done.fastest, done.ended) == ("", "slower")
-    assert machine.decoded["baseline"] == LOOKS[0]
+def test_selection_ends_where_no_other_mode_can_be_much_faster():
+    machine = Machine({"a": 1.5, "b": 1.5}, noise=0.005)
+    assert sorted(select(["a", "b"], machine.decode, machine.speed)) == ["a", "b"]
+    assert machine.decoded["baseline"] == SELECTION_LOOKS[0]
 
 
-@pytest.mark.nightly
-def test_modes_as_fast_as_the_baseline_are_rarely_called_faster():
-    called = sum(bool(Machine({"a": 1.0, "b": 1.0, "c": 1.0}, seed=seed).confirm().fastest) for seed in range(40))
-    assert called <= 4, "5 % over all modes and looks: of 40, more than 4 with a probability below 5 %"
-
-
-@pytest.mark.parametrize(("groups", "fastest"), [(5, ""), (9, "a")])
-def test_the_end_of_the_time_leaves_what_was_measured(groups, fastest):
-    done = Machine({"a": 1.5}, groups=groups, noise=0.3 if groups == 9 else 0.0).confirm()
-    if groups == 5:
-        assert np.isnan(done.speedups["a"].low), "fewer than eight groups have no interval"
-        assert (done.fastest, done.ended, done.groups["a"]) == ("", "time", 5)
-    else:
-        assert done.ended in ("time", "faster") and (done.fastest == "") == (done.speedups["a"].low <= 1)
+@pytest.mark.parametrize("groups", [0, 3])
+def test_the_end_of_the_time_leaves_the_fastest_so_far(groups):
+    machine = Machine({"a": 1.1, "best": 1.6}, noise=0.0, groups=groups)
+    assert select(["a", "best"], machine.decode, machine.speed) == (["best", "a"] if groups else ["a", "best"])
 
 
 def test_the_slowest_are_dropped_where_the_look_does_not_fit_into_the_time_with_all():
     machine = Machine({"a": 1.1, "best": 1.6, "c": 0.7}, noise=0.01)
-
-    def fits(number, count, names):
-        return number < 3 or len(names) < 2
-
-    done = confirm(list(machine.speeds), machine.decode, machine.speedup, LOOKS, fits)
-    assert (done.fastest, machine.decoded["a"], machine.decoded["c"]) == ("best", 3, 3)
-    assert np.isnan(done.speedups["c"].low) and done.speedups["c"].mean == pytest.approx(0.7, rel=0.1)
-    nothing = confirm(["a", "b"], lambda number, names: False, machine.speedup, LOOKS, lambda *given: False)
-    assert nothing.ended == "time" and nothing.groups == {"a": 0, "b": 0}
+    ranked = select(
+        list(machine.speeds), machine.decode, machine.speed, lambda count, names: count > 5 or len(names) < 2
+    )
+    assert (ranked, machine.decoded["a"], machine.decoded["c"]) == (["best"], 3, 3)
 
 
-def test_nothing_to_measure_is_no_error():
-    done = confirm([], lambda number, names: True, lambda name, level: 1 / 0, LOOKS)
-    assert (done.fastest, done.ended) == ("", "slower")
+def test_modes_that_cannot_run_are_left_out():
+    machine = Machine({"a": 1.1, "b": 1.2, "broken": 9.0})
+    ranked = select(
+        list(machine.speeds),
+        lambda number, names: machine.decode(number, [name for name in names if name != "broken"]),
+        machine.speed,
+    )
+    assert ranked == ["b"] or ranked == ["b", "a"]
+
+
+@pytest.mark.parametrize(("speed", "ended"), [(1.5, "faster"), (0.8, "slower")])
+def test_a_mode_that_is_faster_or_slower_is_confirmed_at_the_first_look(speed, ended):
+    known, groups, level, why = Machine({"a": speed}).confirm()
+    assert (groups, why) == (LOOKS[0], ended) and level == pytest.approx(1 - 0.05 / 3)
+    assert known.mean == pytest.approx(speed, rel=0.1) and known.low <= known.mean <= known.high
+
+
+@pytest.mark.nightly
+def test_a_mode_as_fast_as_the_baseline_is_rarely_called_faster():
+    called = sum(Machine({"a": 1.0}, seed=seed).confirm()[3] == "faster" for seed in range(60))
+    assert called <= 4, "2.5 % over all looks: of 60, more than 4 with a probability below 2 %"
+
+
+def test_fewer_than_eight_groups_confirm_nothing():
+    known, groups, _, ended = Machine({"a": 1.5}, groups=5).confirm()
+    assert (groups, ended) == (5, "time") and np.isnan(known.low) and known.mean == pytest.approx(1.5, rel=0.1)
+    known, groups, _, ended = Machine({"a": 1.5}, groups=0).confirm()
+    assert (groups, ended) == (0, "time") and np.isnan(known.mean)
 
 
 def requests(seconds):
@@ -105,11 +117,11 @@ def requests(seconds):
     )  # fmt: skip
 
 
-def test_groups_of_the_same_prompts_are_one_unit_and_recorded_ones_none():
-    rows = {group: {"a": 1.0 + 0.01 * group, "baseline": 2.0} for group in range(4, 22)}
-    alone = {0: {"baseline": 9.0}, 1: {"a": 9.0}, 22: {"b": 1.0, "baseline": 9.0}}
-    measured = paired_speedup(requests(rows | alone), "a", 0.95, 4, 9)
-    cluster = pd.Series({group: (group - 4) % 9 for group in rows})
+def test_groups_of_the_same_prompts_are_one_unit_and_those_of_one_arm_none():
+    rows = {group: {"a": 1.0 + 0.01 * group, "baseline": 2.0} for group in range(18)}
+    alone = {18: {"baseline": 9.0}, 19: {"a": 9.0}, 20: {"b": 1.0, "baseline": 9.0}}
+    measured = paired_speed(requests(rows | alone), "a", "baseline", 9)
+    cluster = pd.Series({group: group % 9 for group in rows})
     totals = [
         pd.DataFrame({"tokens": 10.0, "seconds": [arms[arm] for arms in rows.values()]})
         .groupby(cluster.to_numpy())

@@ -189,13 +189,14 @@ def test_costs_are_measured_within_their_seconds_and_cached(tmp_path):
         fixed_costs(target, [3], 1e-6, Sampling(0.0), cache)
 
 
-def test_the_verdict_is_on_the_best_mode_that_has_an_interval(tmp_path):
-    measured = {"few groups": Interval(1.9, *[float("nan")] * 2), "enough": Interval(0.9, 0.8, 1.1)}
-    done = Confirmed(measured, {"few groups": 3, "enough": 8}, 0.99, "", "time")
+def test_the_verdict_is_on_the_mode_that_was_selected_whatever_selection_measured_of_others(tmp_path):
+    measured = {"other": Interval(1.9, 1.8, 2.0), "selected": Interval(0.9, 0.8, 1.1)}
+    done = Confirmed("selected", measured, {"other": 8, "selected": 8}, 0.99, "groups")
     few = [JudgedMode(SpeculativeMode(name), 0, 2.0, 1.0, {1: 1.0}) for name in measured]
+    assert done.fastest == ""
     assert conclusion(stages(tmp_path, planted(), 60.0, 1.0), few, done) == (
-        "Run no speculation: enough, the best of 2 measured, was not shown to be faster: 0.90 times the "
-        "baseline's speed [0.80, 1.10] (an interval of 99.0%: 95 % for all 2 modes and several looks together)."
+        "Run no speculation: selected, the best of 2 measured, was not shown to be faster: 0.90 times the "
+        "baseline's speed [0.80, 1.10] (an interval of 99.0%: 95 % for all looks together)."
     )
 
 
@@ -212,7 +213,7 @@ def test_a_better_draft_is_named_only_where_the_tau_that_is_known_is_not_enough(
     costs = {1: {0: 0.01, 8: 0.01}}
     made = SimpleNamespace(too_slow="", batch=1, costs=costs, table=DraftCosts({1: costs}))
     best = JudgedMode(SpeculativeMode("ngram"), 0, 3.0, 1.0, {1: 1.5}, free=1.5)
-    done = Confirmed({}, {}, 0.99, "", "groups")
+    done = Confirmed("", {}, {}, 0.99, "groups")
     assert changes(made, [best], done, [{"mode": "ngram", "tau": tau}]) == lines
 
 
