@@ -35,8 +35,6 @@ def show(result: Result, console: Console, verbose: bool = False) -> None:
     """Print a result: what was measured, the first table, the verdict on its times, and what else there is.
 
     Args:
-        result: the result.
-        console: prints.
         verbose: print every column, what the columns hold, and details; a console of ``WIDE`` columns or more prints
             every column anyway.
     """
@@ -56,8 +54,6 @@ def show_section(section: Section, console: Console, verbose: bool = False, verd
     """Print a section's table, the verdict, notes and failures; a section of figures alone prints no more.
 
     Args:
-        section: the section.
-        console: prints.
         verbose: as in ``show``.
         verdict: lines on the times in its table.
     """

@@ -52,7 +52,6 @@ def document(result: Result, facts: Mapping[str, Any], overrides: Sequence[str])
     """Return a result as a page.
 
     Args:
-        result: the result.
         facts: configuration and machine; empty ones are left out.
         overrides: the options of the command line that repeat the run.
     """

@@ -61,7 +61,6 @@ def _costs(policy: Mapping[str, Any], depth: int | None, chosen: str, chain: boo
     """Return what a decision's drafts cost, from the seconds that the policy measured; empty where it measured none.
 
     Args:
-        policy: its facts.
         depth: the depth decided; None for the proposer's.
         chosen: the part decided; empty for a policy that decides none.
         chain: whether a level has one draft token.

@@ -109,7 +109,6 @@ def experts_in_words(arms: Mapping[str, Mapping[str, Any]], roofline: Roofline) 
 
     Args:
         arms: their figures, by name.
-        roofline: of the run.
     """
     if roofline.work.experts is None:
         return []

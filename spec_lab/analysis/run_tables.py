@@ -74,7 +74,6 @@ def state_table(runs: Iterable[run_state.RunState], names: Mapping[str, str]) ->
     """Return the state of each run, its finished groups, its seconds and what went wrong.
 
     Args:
-        runs: the runs.
         names: of ``metrics.sweeps.run_labels``.
     """
     rows = []

@@ -90,7 +90,6 @@ def drift_figures(frame: pd.DataFrame, arms: Sequence[str], change: int, window:
     """Return tau and the acceptance rate of each arm that drafts, in windows of the stream.
 
     Args:
-        frame: the rows.
         arms: names of the arms.
         change: number of the first request of the other workload, with which a window begins.
         window: requests of a window; the first and the last one may have fewer.
@@ -125,7 +124,6 @@ def serving_verdict(frame: pd.DataFrame, manifest: Mapping[str, Any], baseline: 
 
     Args:
         frame: the rows of segments in which no request broke.
-        manifest: of the run.
         baseline: the arm that others are compared with.
     """
     arms = {}

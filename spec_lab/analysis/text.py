@@ -15,7 +15,6 @@ class FigureFormat:
     """How a figure is shown.
 
     Args:
-        heading: its heading.
         form: the format of its numbers.
         scale: its factor, such as 1000 to show seconds as milliseconds.
         meaning: a sentence on it, for those who see its column.

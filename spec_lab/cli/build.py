@@ -72,8 +72,6 @@ def function(config: DictConfig, part: str, arguments: int) -> Any:
     """Return the function that ``config[part]`` names, with its scalar arguments.
 
     Args:
-        config: of the run.
-        part: its path.
         arguments: how many others it is called with, by position.
 
     Raises:
@@ -115,10 +113,7 @@ def build(config: DictConfig, part: str, group: str = "", **live: Any) -> Any:
     ``verifier`` is built first.
 
     Args:
-        config: of the run.
-        part: what to build.
         group: names its contract; empty: the first word of ``part``.
-        live: the live objects.
 
     Raises:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
@@ -288,7 +283,6 @@ def build_mode(config: DictConfig, target: Any, mode: Any) -> Any:
 
     Args:
         config: of the run; options that refer to others are resolved in it.
-        target: the model.
         mode: a ``tasks.recommend.modes.SpeculativeMode``.
 
     Raises:
@@ -346,8 +340,6 @@ def apply_constraint(
     ``config.constraint`` holds a constraint's own options and those of ``AppliedConstraint``.
 
     Args:
-        config: of the run.
-        settings: its scalars.
         target: whose tokens are constrained.
         known: returns the vocabulary; None: the target's.
 

@@ -75,8 +75,6 @@ def qualified(message: str, path: str, part: Mapping[Any, Any]) -> str:
 
     Args:
         message: begins with the name of an option.
-        path: of the part.
-        part: its config.
     """
     known = {*declared(package_sources(), path.partition(".")[0], str(part["_target_"]))[0], *map(str, part)}
     assigned, written = "|".join(map(re.escape, known)), "|".join(re.escape(name) for name in known if "_" in name)
@@ -100,7 +98,6 @@ def check_values(config: DictConfig, top: Collection[str]) -> None:
     """Check the options of every run and those of each part, parts of parts included.
 
     Args:
-        config: the composed config.
         top: names of the options of every run, of which none may be missing.
 
     Raises:

@@ -121,8 +121,6 @@ def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = N
     """Build and run the task, and record that the run is done; return its exit code.
 
     Args:
-        config: the composed config.
-        out: the run's directory.
         overrides: the run's overrides if it belongs to a sweep; None for a single run.
         retried: whether it failed before.
     """

@@ -256,7 +256,6 @@ def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str
 
     Args:
         launcher: carries the runs out.
-        config: the sweep's.
         trials: their overrides.
         number: of trials that this command ran before.
 

@@ -28,7 +28,6 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     """Print how many runs of a sweep are in which state, and a table of runs.
 
     Args:
-        folder: the sweep's directory.
         console: default standard output.
         every: whether the table has every run; else only those that are not done or ended with another code than 0.
 

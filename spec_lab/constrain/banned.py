@@ -22,7 +22,6 @@ class Banned(Constraint):
     defines the output distribution; it is not the model's distribution conditioned on no string appearing.
 
     Args:
-        strings: the banned strings.
         pieces: the bytes of each token.
     """
 

@@ -87,7 +87,6 @@ class CombinedState(ConstraintState):
     """The states of all parts. See ``ConstraintState``.
 
     Args:
-        parts: the constraints.
         states: theirs.
         origins: the states at the start, never advanced; used only where a part has actions.
         history: the tokens since then.

@@ -117,7 +117,6 @@ class ExpectedFutures:
         """Return H of every token after a text, relative to the largest; None where the text was never scored.
 
         Args:
-            text: the text.
             allowed: returns the tokens ``[n]`` that the constraint allows after it, in ascending order.
         """
         learned = self.known.get(text)
@@ -141,7 +140,6 @@ class LearnedConstraint(Constraint):
     Args:
         constraint: whose outputs are valid.
         futures: of the one request that is sampled; they must not change while a sequence is decoded.
-        sampler: how.
     """
 
     constraint: Constraint

@@ -66,7 +66,6 @@ class Peak:
     """The maximum memory that this process uses on a device from a moment on.
 
     Args:
-        device: which.
         before: bytes in use at that moment; None if they are not known.
     """
 

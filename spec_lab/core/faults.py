@@ -52,7 +52,6 @@ def warn(what: str, error: Exception, module: str, then: str) -> None:
 
     Args:
         what: raised it, such as "figure 'acceptance'".
-        error: the error.
         module: that of the code.
         then: what happens without it.
     """

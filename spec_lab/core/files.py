@@ -40,7 +40,6 @@ def replacing(file: Path, tidy: bool = True) -> Iterator[BinaryIO]:
     A temporary file in the same folder is written and renamed. If ``file`` is a symlink, it is replaced, not followed.
 
     Args:
-        file: that is written.
         tidy: also remove the temporary files for it that killed processes left, which lists the folder. Who writes many
             files into one folder calls ``remove_abandoned`` once instead.
 
@@ -189,7 +188,6 @@ def _about(file: Path, error: OSError, names: re.Pattern[str]) -> OSError:
     """Return the error about ``file`` if it is about nothing or a temporary file; with advice if the disk is full.
 
     Args:
-        file: that is written.
         error: of writing it.
         names: of temporary files.
     """
@@ -306,7 +304,6 @@ def read_json(file: Path, max_bytes: int = MAX_BYTES, any_number: bool = False) 
     """Return the mapping in a JSON file; None if there is no file.
 
     Args:
-        file: the file.
         max_bytes: as in ``read_text``.
         any_number: also allow NaN, infinities and whole numbers of more than 64 bits (up to 1000 digits), which
             checkpoints hold: a tokenizer without a maximum length writes 10**30 for it.
@@ -376,7 +373,6 @@ def expect(value: Any, shape: Any, name: str) -> None:
     """Check a value that was read from a file against a shape.
 
     Args:
-        value: the value.
         shape: a type, or a tuple of types and None, one of which it must have (a bool is no int, an int is a float);
             ``(None, shape)`` with one of the following shapes; a set of values that it may be; ``[shape]`` for a list
             of such; ``{"key": shape}`` for a mapping that has these keys, with ``"?key"`` for an optional one;

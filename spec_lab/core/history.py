@@ -94,7 +94,6 @@ class TextHistories:
 
     Args:
         ends: at the end of each text, ``[B, V]``; words of several tokens left out.
-        words: those.
         vocabulary: V.
         device: of ``ends``.
     """
@@ -119,7 +118,6 @@ class TextHistories:
             prompts: ``[B]`` how many tokens of each are its prompt's.
             samplings: ``[B]``, or one for all.
             vocabulary: V.
-            device: of the histories.
         """
         if not any(sampling.penalized for sampling in samplings):
             return None
@@ -149,7 +147,6 @@ class TextHistories:
         """Return the histories of what is sampled at some rows of a forest.
 
         Args:
-            shape: the forest.
             token: the tokens of its nodes, of which those on the paths to ``rows`` are read.
             rows: ``[n]`` of the forest.
         """

@@ -28,11 +28,7 @@ BAR_WIDTH = 10
 
 
 class Repeated:
-    """A context manager that calls a function every ``SECONDS`` from a thread of its own.
-
-    Args:
-        call: the function.
-    """
+    """A context manager that calls a function every ``SECONDS`` from a thread of its own."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call, self.ended = call, Event()

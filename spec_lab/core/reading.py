@@ -21,7 +21,6 @@ class Convention:
 
     Args:
         value: in use, as the option of that name has it.
-        source: of the value.
         why: it was chosen, in a few words.
         others: values of other readings that the file leaves open, by their description.
     """

@@ -46,7 +46,6 @@ def check_rows(facts: pq.FileMetaData, file: Path, named: str = "it") -> None:
 
     Args:
         facts: the footer.
-        file: the file.
         named: what messages call it.
 
     Raises:

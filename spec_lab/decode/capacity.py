@@ -58,7 +58,6 @@ def max_rows(proposer: Proposer, forces: bool) -> int:
     """Return the maximum number of rows that a proposer adds to a forward for one sequence.
 
     Args:
-        proposer: drafts.
         forces: whether a constraint that applies to the draft fast-forwards forced tokens.
     """
     return proposer.nodes + (proposer.forced_nodes if forces else 0)

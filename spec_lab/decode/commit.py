@@ -31,7 +31,6 @@ class Emitted(NamedTuple):
     """A token that a step emitted.
 
     Args:
-        token: its id.
         origin: where it comes from (``sequence.ORIGINS``).
         kept: whether it is left after stop tokens and limits.
     """
@@ -46,7 +45,6 @@ class Decision:
     """Where each tree's accepted path ends, and what is emitted there.
 
     Args:
-        draft: what was drafted.
         drafted: ``[M]`` its tokens, on the host.
         row: ``[B]`` where each accepted path ends.
         token: ``[B]`` the token emitted there; -1 for none.
@@ -75,7 +73,6 @@ class Committed:
         forced: drafted nodes that were the only ones their constraint allows.
         legal: drafted nodes that the constraint allows.
         removed: tokens that an action removed again.
-        forks: of the sequence.
         errors: why it failed, or one of its new forks.
     """
 
@@ -107,7 +104,6 @@ def commit(
 
     Args:
         sequences: ``[B]``.
-        decision: what is committed.
         applied: the constraint; None for none.
         context: most tokens of a sequence.
     """
@@ -178,7 +174,6 @@ def act(
     """Carry out the actions of a sequence's constraint and append forced tokens, until it can be drafted for.
 
     Args:
-        sequence: which.
         applied: its constraint, on the target.
         context: most tokens of a sequence.
         done: where all is counted, and forks are listed.

@@ -40,7 +40,6 @@ class StepLogits(NamedTuple):
     Args:
         logits: ``[R, V]`` as the target computed them.
         array: the same memory as an array, where it is the host's; else None.
-        samplings: of the requests.
         history: of the rows, for penalties, biases and banned words; None where no request has any.
         masks: of a constraint on the target; None for none.
         allowed: ``[R, V]`` the tokens that they allow; None for none.
@@ -74,8 +73,6 @@ class TargetDistribution(ABC):
     """The target's distribution after each row of a draft.
 
     Args:
-        arm: what decodes.
-        draft: to be verified.
         rows: logits of its rows.
         keys: ``[B]`` of the sequences' random choices.
 
@@ -199,10 +196,8 @@ def target_distribution(
     """Return the target's distribution after each row of a draft.
 
     Args:
-        arm: what decodes.
         sequences: ``[B]``.
         draft: below them.
-        output: of the forward.
         masks: of a constraint on the target; None for none.
     """
     rows = StepLogits.of(sequences, draft, output, masks)

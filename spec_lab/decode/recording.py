@@ -150,7 +150,6 @@ def conditional_acceptance(shape: Shape, stop: np.ndarray) -> np.ndarray:  # [M]
     path is accepted, and what the children of its end leave of 1 is the share of it that stops there.
 
     Args:
-        shape: of the forest.
         stop: ``[R]`` the probability that the accepted path ends at each row.
     """
     reach, parents = stop.tolist(), shape.parent.tolist()
@@ -172,7 +171,6 @@ def recorded_numbers(rows: np.ndarray, draft: Draft, p: Tensor, top: int) -> Map
 
     Args:
         rows: ``[n]`` rows of the forest.
-        draft: its forest.
         p: ``[n, V]`` their target probabilities.
         top: tokens to record.
     """

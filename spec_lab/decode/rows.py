@@ -94,8 +94,6 @@ def expected_counts(
     """Expected accepted and emitted tokens of each tree ``[B]``, forced ones left out.
 
     Args:
-        verdict: of the step.
-        shape: of the forest.
         forced: ``[R]`` rows with a forced token; None without a constraint on the target.
         no_token: ``[R]`` rows at which nothing is emitted, as in ``without_token_``.
     """

@@ -24,8 +24,6 @@ class StepRecorder:
     """Records one step as ``Arm.record`` says.
 
     Args:
-        arm: what decodes.
-        draft: of the step.
         sequences: ``[B]``.
     """
 

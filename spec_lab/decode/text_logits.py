@@ -55,7 +55,6 @@ def text_logits(target: Target, request: Request, texts: Sequence[Text], rows: i
     Texts are computed in lexicographic order, so that those of one forward share most of their prefixes.
 
     Args:
-        target: computes them.
         request: its prompt, and its sampling parameters.
         texts: tokens after the prompt.
         rows: most texts of one forward.
@@ -109,8 +108,6 @@ def compute_text(
     """Compute a prompt and an answer of at least one token by one forward.
 
     Args:
-        target: computes them.
-        prompt, answer: the tokens.
         hidden: numbers of the hidden states to return (``Capabilities.hidden_layers``).
         more: positions that the KV cache has room for besides.
     """

@@ -151,7 +151,6 @@ def inner_arm(model: Target, inner: Proposer, verifier: Any, model_name: str) ->
     """Return the arm of the draft model's decoding.
 
     Args:
-        model: the draft model.
         inner: the inner proposer, whose target it is.
         verifier: of inner drafts.
         model_name: for the message.

@@ -46,7 +46,6 @@ class DrafterFiles:
     Args:
         what: it holds, for messages: "Hydra heads", "an EAGLE head".
         folder: of config.json and the weights.
-        config: its fields.
         held: the tensors, not yet read.
         target: which the drafter should be for.
         options: by convention, how it is read whatever the files state; None where that is left to them.
@@ -69,7 +68,6 @@ class DrafterFiles:
         """Open a folder.
 
         Args:
-            path: of the folder.
             what, target, options: see the class.
             converts: whether ``spec-lab convert`` knows the layout.
 
@@ -253,7 +251,6 @@ class DrafterFiles:
         """Read a network, ready to draft for the target and on its device.
 
         Args:
-            layout: of the files.
             build: makes the network without weights.
             dtype: of the network; None: the target's.
             copies: how many the files hold of a tensor that is repeated.

@@ -35,7 +35,6 @@ class FirstLayers(TreeProposer):
     An *exit state* is the output of the last of these layers.
 
     Args:
-        target_lm: the target's runner.
         layers: E, how many layers draft; the later ones are left to verification.
         plan: the trees, and how their tokens are drawn.
         name, sha256: see ``Proposer``.

@@ -51,8 +51,6 @@ def layer_fields(
     """The fields that describe decoder layers, apart from windows.
 
     Args:
-        files: of the drafter.
-        config: of the layers.
         positions: that they have if the config states none; None: those of the target.
         windows: whether they may have windows, which ``layer_windows`` reads.
 
@@ -124,7 +122,6 @@ def choose_window(
     """Settle the window of each decoder layer, None of one with full attention.
 
     Args:
-        files: of the drafter.
         config: of the layers. Its ``sliding_window`` is another reading where no layer has a window.
         windows: as the files state them, all of one size.
         why: they are read so.
@@ -143,7 +140,6 @@ def choose_anchored(files: DrafterFiles, windows: Sequence[int | None], trained:
     other. vLLM serves these drafters, as all others, with windows that end at each row.
 
     Args:
-        files: of the drafter.
         windows: W of each layer that the files state or an option sets; None of one without.
         trained: whether speculators has written the files.
     """
@@ -185,11 +181,8 @@ def choose_of_two(
     """Choose between two values of a convention; return whether it is the second.
 
     Args:
-        files: of the drafter.
-        convention: its name.
         stated: whether the files state the second; None: they state nothing.
         default: what is meant then.
-        names: of the values.
     """
     value = names[default if stated is None else stated]
     why = "files that state nothing mean it" if stated is None else "the config states it"
@@ -238,8 +231,6 @@ def numbered_taps(files: DrafterFiles, where: str, named: Any, shift: int) -> li
     """The numbers of the hidden states that a drafter reads, as in ``runner.Capabilities``.
 
     Args:
-        files: of the drafter.
-        where: the field.
         named: its value, a list of layers.
         shift: what is added to each: 0 for numbers of hidden states, 1 for numbers of layers whose outputs are
             read.
@@ -307,8 +298,6 @@ def ordered_taps(
     """Settle the hidden states that a config names, which are read in the order of the layers, as engines collect them.
 
     Args:
-        files: of the drafter.
-        where: the field.
         named, shift: as in ``numbered_taps``.
         source: of what the numbers are.
         why: they are those; empty: the format says so.

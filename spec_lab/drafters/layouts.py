@@ -61,7 +61,6 @@ class Layout:
     """A published layout.
 
     Args:
-        name: of the drafters.
         rows: of the table; of several that fit a name, the first counts.
     """
 

@@ -51,7 +51,6 @@ def sparse_lm(target: Target, proposer: str, **options: Unpack[SelectionOptions]
     """Return the target's model on small KV caches.
 
     Args:
-        target: the target.
         proposer: that drafts with it, for messages.
         options: of the small caches.
 

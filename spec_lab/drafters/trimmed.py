@@ -47,7 +47,6 @@ def chosen_tokens(tokens: str | int, target: Target) -> Tensor:  # [W], ascendin
 
     Args:
         tokens: the option.
-        target: whose tokens they are.
 
     Raises:
         ValueError: more tokens than there are, no token that the target has, or a file of another form.

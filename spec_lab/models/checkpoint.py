@@ -123,7 +123,6 @@ def check_size(where: str, name: str, size: int) -> None:
 
     Args:
         where: the file, for the message.
-        name: of the file.
         size: of the file, in bytes.
 
     Raises:
@@ -197,7 +196,6 @@ def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
     """Return where the end-of-text tokens are named (for messages), and those tokens.
 
     Args:
-        folder: of the checkpoint.
         default: ``eos_token_id`` of the model's config, used if there is no generation_config.json.
 
     Raises:
@@ -326,7 +324,6 @@ def check_described(path: Path | str, what: str, described: int, held: int, max_
     """Refuse a config of much larger weights than are held; exact sizes are compared where they are read.
 
     Args:
-        path: of the checkpoint.
         what: is described, for messages; ends with the kind of the numbers.
         described, held: how many numbers.
         max_quotient: largest quotient of both.

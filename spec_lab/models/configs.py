@@ -53,7 +53,6 @@ def read_model_config(path: str, folder: Path) -> Config:
 
     Args:
         path: the folder or hub name as given.
-        folder: of the checkpoint's files.
 
     Raises:
         OSError: there is none.

@@ -27,7 +27,6 @@ def comparable(model: Any, whole: bool = False) -> tuple[Any, Any]:
     on a CPU where it has more than ``MAX_COPIED`` parameters. They share its weights.
 
     Args:
-        model: the model.
         whole: whether its first layers cannot represent it.
 
     Raises:
@@ -70,7 +69,6 @@ def _copy(model: Any, known: dict[int, Any], layers: int | None = None) -> Any:
     """Return a copy of a model, or of its first layers.
 
     Args:
-        model: the model.
         known: by the id of a module or tensor, what takes its place. Other weights are shared.
         layers: how many; None for all.
     """

@@ -126,7 +126,6 @@ def rows_of(texts: Sequence[list[int]], draft: Draft, logits: Tensor) -> list[Ro
 
     Args:
         texts: of each tree, up to its root.
-        draft: the trees.
         logits: ``[R, V]`` of roots and nodes.
     """
     shape, seen, rows = draft.shape, set[int](), list[Rows]()

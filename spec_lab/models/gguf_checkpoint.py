@@ -109,7 +109,6 @@ def source_sha256(folder: Path, weights: str) -> str:
     """Return the SHA-256 of the GGUF file that a folder's weights are from; empty for another checkpoint.
 
     Args:
-        folder: of the checkpoint.
         weights: SHA-256 of its weight files.
 
     Raises:

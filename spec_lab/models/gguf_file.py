@@ -99,7 +99,6 @@ class GGUFFile:
     """The header of a GGUF file that was checked.
 
     Args:
-        path: the file.
         metadata: its fields; arrays of numbers are NumPy arrays, arrays of strings are lists.
         tensors: by name, in the order of the file.
     """
@@ -189,7 +188,6 @@ class GGUFFile:
         """Return a tensor, dequantised if it is quantised, part by part, so that no second copy is held in float32.
 
         Args:
-            name: the tensor.
             dtype: to which its numbers are rounded.
 
         Raises:

@@ -222,7 +222,6 @@ def read_gguf_tokenizer(file: GGUFFile, folder: str | None = None) -> Any:
     a known pre-tokenizer; else transformers converts it.
 
     Args:
-        file: the file.
         folder: of a checkpoint or a tokenizer that is read instead.
 
     Raises:

@@ -31,7 +31,6 @@ def with_layer_ranges(target: Target, proposer: str) -> Runner:
     """Return the target's runner, which runs ranges of layers.
 
     Args:
-        target: the target.
         proposer: which requires them, for messages.
 
     Raises:
@@ -63,7 +62,6 @@ def sublayers_of(lm: Runner, name: str) -> frozenset[Sublayer]:
     """Return which sublayers the target can skip.
 
     Args:
-        lm: the target's runner.
         name: of the target, for messages.
 
     Raises:

@@ -265,7 +265,6 @@ def _fill(
 
     Args:
         path, dtype, device_map: as in ``Target.load``.
-        checked: the checkpoint.
         where: the device; None for several. Models that are not read to it are moved by the caller.
         over: as in ``_read_weights``.
     """

@@ -70,7 +70,6 @@ class PlainForwards:
         """Return what to compare a model with.
 
         Args:
-            model: the model.
             whole: whether its first layers cannot represent it.
         """
         if model.dtype in EXACT and not (recorded(model) or {}).get("rounds"):
@@ -181,7 +180,6 @@ def plain_forward(model: Any, texts: Sequence[list[int]], eager: bool = False) -
 
     Args:
         model: a causal LM of transformers.
-        texts: the texts.
         eager: by matrix products instead of torch's fused attention.
     """
     before = model.config._attn_implementation
@@ -203,7 +201,6 @@ def _refuse(checked: Checked, expected: Sequence[Tensor], where: str, than: str,
     """Refuse an error that is larger than allowed; warn where there is nothing to compare.
 
     Args:
-        checked: the error.
         expected: the logits of plain forwards.
         where: the data type and setting, for messages.
         than: whose logits these are.

@@ -164,7 +164,6 @@ def carried(folder: Path, config: Mapping[str, Any], where: torch.device, dtype:
     """Return how a checkpoint is quantized that carries a ``quantization_config``.
 
     Args:
-        folder: of the checkpoint.
         config: that field of its ``config.json``.
         where: the device that computes the model.
         dtype: of the model.

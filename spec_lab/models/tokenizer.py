@@ -25,8 +25,6 @@ def read_tokenizer(path: str, folder: Path, config: Any) -> Any:
 
     Args:
         path: the folder or hub name as given.
-        folder: of the checkpoint's files.
-        config: the model's.
 
     Raises:
         ValueError: a file is missing or corrupt, or tokenizer_class names no tokenizer.

@@ -27,7 +27,6 @@ def read_torchao(
     """Return a checkpoint's tensors, quantized ones put together, and whether activations are rounded as well.
 
     Args:
-        files: the weight files.
         tensors: their tensors by name, not yet read.
         asked: the checkpoint, for messages.
         dtype: of the model.

@@ -89,9 +89,7 @@ def resolved(
 
     Args:
         depth: as the option has it.
-        target: verifies.
         acceptance: of each level, given the one above it.
-        batch_size: sequences decoded together.
         deepest: largest depth that is chosen.
     """
     if depth != "auto":

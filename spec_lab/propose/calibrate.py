@@ -65,7 +65,6 @@ class Calibration:
         choices: the tree; empty if no tree is faster than decoding without a draft.
         expected_tokens: per step and sequence, on text like that measured on.
         expected_speedup: over decoding without a draft, by the seconds below.
-        batch_size: sequences decoded together.
         temperature: of the text on which the heads were measured.
         costs: of a step for each tree size, as timed; the choice is made by ``smoothed`` ones.
     """
@@ -117,11 +116,9 @@ def calibrate(
     logged where they were measured on a machine that was too busy; such measurements are not kept.
 
     Args:
-        target: verifies.
         drafting: the proposer of a tree.
         depth: of the deepest tree it can draft.
         accuracy: how often it is right.
-        batch_size: sequences decoded together.
         max_nodes: largest tree.
         cache: of measured costs.
         drafter: SHA-256 of the proposer's weights.
@@ -165,11 +162,8 @@ def conditions(
     """Everything that the costs depend on: other conditions, another entry of the cache.
 
     Args:
-        target: verifies.
         drafter: SHA-256 of the proposer's weights.
         grown: the nodes of the largest tree, in the order in which trees grow.
-        batch_size: sequences decoded together.
-        sampling: of the requests.
         context: tokens of context at which steps are timed.
     """
     return {
@@ -230,10 +224,8 @@ def time_steps(
     Verification is left out: for trees of this size it is some hundredths of a step.
 
     Args:
-        target: verifies.
         proposers: by the size of their trees, in rising order.
         tokens: expected tokens per step, by size.
-        batch_size: sequences decoded together.
         sampling: parameters of the requests; they determine p.
         seconds: of timing at least.
     """

@@ -31,7 +31,6 @@ class Trie:
 
         Args:
             parent, token: ``[m]`` of the tree, as in this class.
-            max_nodes: of the trie.
 
         Returns:
             ``[m]`` the nodes' numbers within the trie; None where some were left out.

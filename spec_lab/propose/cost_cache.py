@@ -72,7 +72,6 @@ class CostCache:
         Args:
             conditions: everything that the costs depend on, as JSON.
             sizes: in rising order; costs may stop before the last.
-            measure: times steps.
             again: measure even if there are costs, unless another process has done so since this call.
         """
         conditions = json.loads(json.dumps(conditions))

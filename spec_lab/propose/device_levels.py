@@ -29,8 +29,6 @@ class DeviceLevels:
 
     Args:
         drawn: "iid", "without_replacement" or "deterministic".
-        batch: the sequences.
-        shape: the forest.
         samplings: ``[B]`` how the drafter samples; without penalties, biases and banned words.
 
     Attributes:

@@ -22,7 +22,6 @@ class Stop:
     """A rule that stops drafts early, with its thresholds.
 
     Args:
-        rule: the rule.
         threshold: ``[B]`` for each tree.
     """
 

@@ -55,7 +55,6 @@ def build(texts: Iterable[str], tokenizer: Any, out: Path) -> BuiltStore:
     """Build a store of texts.
 
     Args:
-        texts: the documents.
         tokenizer: the target's.
         out: a folder that does not exist, or is empty. On errors nothing is left in it.
 
@@ -248,7 +247,6 @@ def _write_order(folder: Path, counts: np.ndarray, separator: int, total: int) -
     """Write ``order.npy``.
 
     Args:
-        folder: of the store.
         counts: number of positions after each token.
         separator: the id.
         total: number of tokens.

@@ -66,7 +66,6 @@ def levels(
         before, after: up to ``max_matches + 1`` positions on both sides of the place, the nearest first.
         left, right: the matches of the nearest; 0 where there is none.
         max_matches, worth: as in ``SuffixSource.matches``.
-        match: of the context.
         sample: of a match length, how many positions before and after the place have longer matches, and a number,
             returns so many positions of this match length, evenly spread.
     """

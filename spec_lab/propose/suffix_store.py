@@ -84,7 +84,6 @@ class TokenStore:
         """Open a store after reading and checking all of it.
 
         Args:
-            path: its folder.
             target: whose tokens it must hold.
             longest: longest match that is looked up.
 

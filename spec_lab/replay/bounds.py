@@ -78,7 +78,6 @@ class ArmBounds:
     """The bounds of one arm.
 
     Args:
-        arm: its name.
         drawn: how its nodes were drawn.
         steps: recorded steps after the prefill.
         nodes, depth: their means.
@@ -148,7 +147,6 @@ def of_run(folder: Path, arms: Sequence[str] = ()) -> dict[str, ArmBounds]:
     """Return the bounds of every recorded arm of a run or a verifier study.
 
     Args:
-        folder: its directory.
         arms: of the run; all if empty.
 
     Raises:
@@ -232,7 +230,6 @@ def best_deterministic(trees: RecordedTrees, p: np.ndarray) -> np.ndarray:  # [B
     texts. Below a token that was not drafted nothing is recorded: what follows it is taken as certain.
 
     Args:
-        trees: the recorded trees.
         p: ``[R, W + PSEUDO]``.
     """
     shape = trees.shape
@@ -384,7 +381,6 @@ def _spechub(trees: RecordedTrees, p: np.ndarray, q: np.ndarray) -> np.ndarray |
     None if a root has another number of children, or they are not sampled.
 
     Args:
-        trees: the recorded trees.
         p, q: ``[R, W + PSEUDO]``.
     """
     roots = slice(trees.shape.roots)
@@ -400,7 +396,6 @@ class _Measured:
     """Acceptance by a verifier in each request: ``[N]`` sums over steps.
 
     Args:
-        verifier: the verifier.
         accepted: accepted tokens.
         max_accepted: the same with the completion of the rows that has the most.
         first: P(a child is accepted), the first level alone.

@@ -129,7 +129,6 @@ class Design:
 
     Args:
         verifier: the verifier, as it is written.
-        shapes: the draft trees.
         draft_temperature, draft_top_k: of the drafter; None and 0 for the recorded.
         confidence: see ``steps_along_texts.Rule``; None for the recorded one.
         drawn: how a draft model's trees are drawn, along the texts; None for as recorded.
@@ -148,7 +147,6 @@ class Estimate:
     """A design's tau by one method.
 
     Args:
-        design: the design.
         method: "steps" or "along".
         tau, low, high: expected tokens of a step, and its 95 % interval.
         bound_low, bound_high: what the tokens that were not recorded leave open.
@@ -246,7 +244,6 @@ def evaluate(trees: RecordedTrees, wanted: Sequence[Design], sampling: Sampling 
 
     Args:
         trees: the recorded trees of one arm.
-        wanted: the designs.
         sampling: of the target, for ``steps``; None for the recorded one.
     """
     try:
@@ -349,11 +346,9 @@ def estimate(
     """Return a design's tau with its intervals.
 
     Args:
-        design: the design.
         method: how its sums were computed.
         sums: what each request adds.
         resampled: draws the requests; one for all designs spares drawing them again. None: one of its own.
-        level: of the interval.
     """
     totals = np.array([sums.tokens.sum(1), sums.steps.sum(1)])  # [2, variants]
     if not (totals[1] > 0).all():

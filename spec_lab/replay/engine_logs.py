@@ -231,7 +231,6 @@ def _counted(
     """Return the counts of a histogram; none where it is empty.
 
     Args:
-        request: the request.
         name: of the histogram.
         histogram: of each number of accepted drafted tokens from 0, the steps that accepted it.
         steps, accepted: what the response states besides, by its name: number of steps, accepted tokens.

@@ -214,7 +214,6 @@ class _Visits:
     is the draw of that rank). For every row these are followed down its tree, as bounds, with a bound of a(s).
 
     Args:
-        shape: the forest.
         exhausted: ``[B]`` trees that lack planned nodes. They have no upper bound.
     """
 

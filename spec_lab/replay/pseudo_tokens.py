@@ -101,7 +101,6 @@ def drafted(trees: RecordedTrees, temperature: float | None = None, top_k: int =
     """Return the draft probabilities of every row; zeros where there is no q.
 
     Args:
-        trees: the recorded trees.
         temperature: the drafter's; None for the recorded one.
         top_k: keep so many likeliest tokens; 0 keeps all.
 

@@ -105,8 +105,6 @@ def accepted(trees: RecordedTrees, verifier: Verifier, p: np.ndarray, q: np.ndar
     """Return the expected number of accepted tokens of each tree ``[B]``, given its draft.
 
     Args:
-        trees: the recorded trees.
-        verifier: verifies them.
         p, q: ``[R, W + PSEUDO]``.
         keep: ``[M]`` the nodes of the subtree.
     """
@@ -137,7 +135,6 @@ def conditional(trees: RecordedTrees, reach: np.ndarray) -> np.ndarray:  # [M]
     """Return the probability that each node is accepted once its parent is and its earlier siblings are not.
 
     Args:
-        trees: the recorded trees.
         reach: ``[M]`` as in ``reached``.
     """
     shape = trees.shape
@@ -155,7 +152,6 @@ def extremes(shape: Shape, keep: np.ndarray, lower: np.ndarray, upper: np.ndarra
     """Return the least and the largest expected number of accepted tokens of each tree, ``[B]`` each.
 
     Args:
-        shape: the forest.
         keep: ``[M]`` the nodes of the subtree.
         lower, upper: ``[M]`` bounds of each node's acceptance, once its parent is and its earlier siblings are not.
     """
@@ -222,9 +218,6 @@ def evaluate(
     """Yield the sums of each subtree's steps, or why the recorded rows do not identify it.
 
     Args:
-        trees: the recorded trees.
-        verifier: verifies them.
-        subtrees: of the recorded trees.
         sampling: of the target; None for the recorded one.
         draft_temperature, draft_top_k: of the drafter; None and 0 for the recorded.
     """
@@ -275,8 +268,6 @@ class _Verdicts:
     """A verifier's expectations on subtrees, one for each completion, or two between which the value lies.
 
     Args:
-        trees: the recorded trees.
-        verifier: verifies them.
         p: the target probabilities, not completed.
         both: p and q, completed in every way.
         known: whether the masses of the rests are.

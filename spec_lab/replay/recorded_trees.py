@@ -92,7 +92,6 @@ class RunVerifier:
     """The verifier of a run.
 
     Args:
-        name: its name.
         lossless: whether its texts have the target's distribution; None where this is not known.
         written: as ``designs.verifier_of`` reads it; empty if replay has none of that name.
     """
@@ -123,8 +122,6 @@ class RecordedTrees:
     """The recorded trees of one arm, as one forest of B trees with R rows, M of them nodes.
 
     Args:
-        arm: its name.
-        shape: the forest.
         token: ``[R]`` the token of every row.
         local: ``[M]`` the index of each node's token among the recorded tokens of its parent.
         codes: ``[M]`` int8, how each node was drawn, as its index in ``WAYS``.
@@ -266,7 +263,6 @@ def of_rows(
 
     Args:
         frame: rows of one arm.
-        arm: its name.
         texts, proposer: see ``RecordedTrees``.
 
     Raises:
@@ -334,7 +330,6 @@ def _refuse(wrong: np.ndarray, name: np.ndarray, column: str, why: str) -> None:
     Args:
         wrong: ``[R]`` rows that are.
         name: ``[R]`` their ids.
-        column: where.
         why: what is wrong there.
 
     Raises:

@@ -37,7 +37,6 @@ def replay(folder: Path, options: designs.Options, arms: Sequence[str] = ()) -> 
     """Evaluate all combinations of the options on the recorded trees of a run; see ``designs`` for the columns.
 
     Args:
-        folder: the run's directory.
         options: what is combined.
         arms: of the run; all if empty.
 
@@ -68,7 +67,6 @@ def trace(file: Path, written: str = "jsonl", verifiers: Sequence[str] = ()) -> 
     """Evaluate a trace of another system; see ``traces.taus`` for the columns.
 
     Args:
-        file: the trace.
         written: its format: "jsonl", "vllm", or one of ``RESPONSES``.
         verifiers: of these ``lenient`` adds rules.
 

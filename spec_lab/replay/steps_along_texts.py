@@ -52,7 +52,6 @@ class TextRows:
     """The rows of recorded trees that lie on the recorded texts.
 
     Args:
-        trees: the recorded trees.
         requests: ``[N]`` whose texts are known and have a recorded tree.
         text: ``[N, L]`` their tokens; -1 fills up.
         row: ``[N, L]`` a row whose p, and where possible q, is that of each token; -1 for none.
@@ -293,7 +292,6 @@ class _Accept:
     """Probabilities that drafted children are accepted, given the text.
 
     Args:
-        texts: the texts.
         verifier: ``token``, ``kseq`` or ``match``; any lossless one for deterministic trees.
         p, q: ``[R, W + PSEUDO]``.
         missing: what is assumed where no q is recorded: the first child is accepted with this probability.

@@ -96,7 +96,6 @@ def manifest(
 
     Args:
         config: the configuration; values of keys that look like secrets are blanked.
-        seed: the run's.
         weights: SHA-256 of the weights of each part; empty for weights from the hub, since transformers does not report
             which commit it loaded: use a local folder if that matters.
         prompts: SHA-256 of the prompts.
@@ -132,7 +131,6 @@ def claim(
     """Write ``manifest.json`` into ``out``, or find that ``out`` already holds part of the same run.
 
     Args:
-        out: the run's directory.
         facts: of ``manifest``.
         anew: whether a run that ``out`` holds is removed: only "if" it is "another", or "always".
 
@@ -198,7 +196,6 @@ def unclaim(out: Path, facts: Mapping[str, Any], error: Exception, decoded: bool
     a refusal, keeps its manifest and with it the draft tree that it chose: the same command resumes it.
 
     Args:
-        out: the run's directory.
         facts: as given to ``claim``. A run that was resumed began before them, and keeps its manifest.
         error: what the run failed with; a ``ValueError`` is a refusal.
         decoded: whether the target has computed anything since the claim.
@@ -237,7 +234,6 @@ def without_groups(out: Path, facts: Mapping[str, Any]) -> str:
     """Return why the run in ``out`` has no rows of groups of prompts: its task has none, or none is finished yet.
 
     Args:
-        out: the run's directory.
         facts: the contents of its manifest; of a task with groups it holds their number.
     """
     if "groups" in facts:
@@ -351,7 +347,6 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: Proces
 
     Args:
         facts: the manifest; an older one records no code.
-        config: the resolved configuration.
         cache: what this process has hashed before.
     """
     if "code" not in facts:

@@ -31,10 +31,8 @@ class Cell:
     """A cell of a table.
 
     Args:
-        text: the text.
         value: what a number sorts by; None where the cell is not a number.
         ends: the interval of a number, such as "[1.25, 1.75]"; a console without room for it leaves it out.
-        link: where it leads.
         badge: a CSS class of a badge around the text.
         title: a text shown on hovering.
         colour: of a square before the text.
@@ -74,7 +72,6 @@ class DataTable:
 
     Args:
         columns: headings, each with whether it holds numbers.
-        rows: the cells.
         searchable: whether a page filters its rows by an input.
         filters: headings of columns by whose values a page filters the rows, where there are several values.
         more: headings of columns that a console shows only where it is wide, or when it shows everything.
@@ -102,9 +99,7 @@ class Section:
     """A part of a result.
 
     Args:
-        title: its heading.
         how: what it shows, and how it was measured.
-        table: its table.
         figures: draw its figures, by name; None where there is nothing to draw.
         notes: sentences below.
         details: further sentences, which a console shows only when it shows everything.
@@ -183,7 +178,6 @@ def read_run(folder: Path, shape: Mapping[str, Any], file: str = "summary.json")
     """Return the manifest of a task and the contents of its summary, which is empty where it has not ended.
 
     Args:
-        folder: of the run.
         shape: what is read of the summary, for ``core.files.expect``.
         file: name of the summary.
 

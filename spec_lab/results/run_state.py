@@ -113,7 +113,6 @@ def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
     """Lock the run in ``folder`` for this process.
 
     Args:
-        folder: the run's.
         patience: seconds to wait for processes that hold the lock briefly (``runs`` does).
 
     Raises:

@@ -60,7 +60,6 @@ def source(package: str, cache: ProcessCache) -> dict[str, Any]:
     in a notebook, or where there are more than ``MAX_SOURCES``.
 
     Args:
-        package: its name.
         cache: what this process has found before: it runs the code that it imported, so an edit after the first call
             must not change what its runs record.
     """
@@ -116,7 +115,6 @@ def data(config: Mapping[str, Any], cache: ProcessCache) -> dict[str, str]:
     ``MAX_DATA``, ``MAX_FILES``.
 
     Args:
-        config: the resolved configuration.
         cache: what this process has read before; contents are read again once a size or a time of modification changes.
     """
     hashes = {}

@@ -56,7 +56,6 @@ def parts(out: str | Path, replay: bool = False) -> TableParts:
     A prompt counts as finished once the row of its text is on disk.
 
     Args:
-        out: the directory.
         replay: whether distributions are recorded.
     """
     tables = {"recorded": RECORDED, "texts": TEXTS}

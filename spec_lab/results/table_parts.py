@@ -30,7 +30,6 @@ class TableParts:
     """The tables of one run, in its directory.
 
     Args:
-        out: the directory.
         tables: the columns of each table, including ``id``.
         unit: the column with the unit of work of each row. A unit is finished when its rows of the last table are on
             disk: these are written last and read first. None: there is only one table.
@@ -76,7 +75,6 @@ class TableParts:
         """Remove the rows of a finished unit; one that is killed meanwhile leaves the unit unfinished.
 
         Args:
-            number: of the unit.
             part: its name in file names.
 
         Raises:

@@ -134,9 +134,7 @@ class Outcome:
     """The output of one arm for one sequence of a request.
 
     Args:
-        request: the request.
         tokens: the emitted tokens, after truncation.
-        finish: the finish reason.
         prefill_tokens: number of tokens emitted by the step that ended the prefill.
         decode_tokens: number of tokens emitted later by this sequence itself, not before a fork.
         prefill_seconds: seconds from the admission to the end of the step that ended the prefill.
@@ -261,7 +259,6 @@ def request_row(
     """Return the row of one outcome.
 
     Args:
-        outcome: the outcome.
         prompt: the request's prompt, as it was decoded.
         shown: the output as text.
         ends: for each token, number of characters of the text that no later token changes.
@@ -321,7 +318,6 @@ class Recorder:
     """Writes a run's rows, group by group.
 
     Args:
-        out: the run's directory.
         optional: names of the optional columns (``schema.OPTIONAL``) that the rows of this run have.
         record: the run option: "drafts" adds the table of the tokens' texts, "replay" that of distributions too.
     """
@@ -395,7 +391,6 @@ def write_metrics(out: Path, rows: Rows) -> None:
     """Write the table ``metrics`` of a run in place of an earlier one; without rows only remove that.
 
     Args:
-        out: the run's directory.
         rows: their columns are those of ``schema.METRICS`` without ``id``.
     """
     (out / "metrics.parquet").unlink(missing_ok=True)

@@ -191,7 +191,6 @@ class LatentReader(NamedTuple):
     token. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, "absorbed" matrices.
 
     Args:
-        cells: of the layer.
         up: ``[heads, K's rows + V's rows, rank]``.
         split: how many rows are K's.
     """

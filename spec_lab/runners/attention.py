@@ -52,7 +52,6 @@ class AttentionKind(NamedTuple):
         """Whether queries attend to keys, by their positions: arrays or tensors whose shapes broadcast.
 
         Args:
-            query, key: the positions.
             anchor: the last computed position, after which rows are drafted; None: no row is.
         """
         near = key == key
@@ -125,7 +124,6 @@ def attention_mask(
     """Return the additive attention mask of a layer of this kind, ``[Q, K]``.
 
     Args:
-        kind: of the layer.
         query: ``[Q]`` positions of the queries. A tree's node has its root's position plus its depth.
         key: ``[K]`` positions of the keys; of keys that no query attends to, any number.
         full: ``[Q, K]`` the mask with full attention: 0 where the key's token is the query's own or comes before it on
@@ -345,7 +343,6 @@ def cell_attention(
         value: as ``key``.
         attention_mask: not used.
         scaling: see ``Softmax``; so ``softcap`` and ``s_aux``, the sinks.
-        sliding_window: of the layer.
         position_bias: not supported; nor is ``head_mask``.
 
     Raises:

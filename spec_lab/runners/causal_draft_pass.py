@@ -31,7 +31,6 @@ class CausalDraftPass:
 
     Args:
         packer: of the model.
-        ranges: runs the layers.
         route: which layers run.
         taps: numbers of the hidden states that the later forward returns and does not compute again, ascending.
         logits: whether it computes logits.
@@ -138,7 +137,6 @@ class Continued(Prepared):
     """A forward that continues from a draft pass: all rows run the layers from the end of its route on.
 
     Args:
-        owner: the draft pass.
         end: the layer from which it continues.
         rest: those rows that the draft pass has not computed, which run the layers before first; None for none.
         order: ``[N]`` the row of each row among the states of the draft pass and then those of ``rest``.

@@ -34,7 +34,6 @@ class FeatureCells:
     Args:
         layers: whose attention is ``attention.SPANS``.
         count: how many they are.
-        device: of the layers.
         dtype: of the layers.
         chunk: most rows of one sequence that one forward appends.
         kinds: of the layers' attention, by layer; layers left out have full attention.

@@ -54,9 +54,6 @@ class CudaGraphs:
     It has a stream of its own, on which kernels are chosen and captured, so that the workspace that cuBLAS keeps for
     each stream is neither that of another model's graphs nor a part of the graphs' memory. That memory is freed with
     its last graph, and cannot be captured into again: graphs that follow get another.
-
-    Args:
-        device: of the forwards.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,8 +115,6 @@ class FixedForward(Forward):
     """One forward of fixed shape, ready to run.
 
     Args:
-        graphs: runs it.
-        bucket: its sizes.
         numbers: ``[..]`` int64 what is uploaded, in the order of ``Buffers``.
         flags: ``[..]`` bool, likewise.
         rows: how many rows get logits: the first of ``Buffers.wanted``.
@@ -242,7 +237,6 @@ class FixedLayer(NamedTuple):
 
         Args:
             query: as ``by_stream`` reads it.
-            softmax: of the layer.
         """
         q = by_stream(query, self.keys.shape[0])
         streams, heads, rows, dim = q.shape

@@ -93,10 +93,6 @@ class Context:
     Growing makes a new context and copies the cells that are in use, since llama.cpp fixes sizes and callbacks when a
     context is made. With recurrent layers nothing is copied: snapshots are not part of a saved state.
 
-    Args:
-        model: what computes.
-        settings: how.
-
     Attributes:
         token, position, flags: ``[>= n]`` arrays that the next call of ``decode`` reads: of each row its token, its
             position, and whether it has outputs. Rows' ids are set by ``set_ids``; ``single_ids`` sets all.

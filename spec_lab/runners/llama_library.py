@@ -175,7 +175,6 @@ class Model:
         """Return the tokens of a text by llama.cpp's own tokenizer.
 
         Args:
-            text: any text.
             special: whether to add the tokens that begin or end a text, where the file asks for them.
 
         Raises:

@@ -38,7 +38,6 @@ class RecurrentSequence:
     """The tokens of one sequence, of which the library has computed all or none. A ``runner.KVSequence``.
 
     Args:
-        runner: that it belongs to.
         ids: its sequence id, alone.
         reserve: about how many tokens it will have.
 

@@ -23,7 +23,6 @@ class LlamaRunner(Runner):
     allocated as they are needed.
 
     Args:
-        model: a loaded model.
         settings: how it is computed.
         work: what a forward reads and computes; None if it is not known.
     """
@@ -83,7 +82,6 @@ class LlamaRunner(Runner):
         Args:
             every: the sequences, of which the first ``trees`` have trees.
             tokens: the pending tokens of each.
-            draft: the forest.
             trees: see above.
             order: of the roots and nodes, which come after all other pending tokens; empty: as in the forest.
         """

@@ -123,7 +123,6 @@ class LlamaSequence:
     what was added. A ``runner.KVSequence``.
 
     Args:
-        runner: that it belongs to.
         ids: its own id, and further ones.
         reserve: about how many tokens it will have.
 

@@ -168,7 +168,6 @@ def _activations(model: ModelMemory, row: int, rows: Sequence[int], cells: Seque
     """Return the bytes inside a forward with so many rows of each sequence, which need masks over so many cells.
 
     Args:
-        model: the model.
         row: numbers that each row needs.
         rows: of each sequence.
         cells: of each sequence.

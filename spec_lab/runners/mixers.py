@@ -20,7 +20,6 @@ class Mixer:
     """Stands in for the ``forward`` of a mixer.
 
     Args:
-        layer: its number.
         inner: the module's own forward.
         tokenwise: whether the module continues from a state with one token only, as those of Mamba (and Jamba) do: more
             tokens would begin with an empty state.

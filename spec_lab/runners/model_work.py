@@ -110,7 +110,6 @@ def _weights(model: Any, without: type | tuple[()] = ()) -> Iterator[tuple[nn.Mo
     """Each module with its own parameters, as they are stored and each once, and whether they are quantized.
 
     Args:
-        model: the model.
         without: modules that are left out; their parameters count where they are used again.
     """
     seen: set[int] = set()

@@ -45,7 +45,6 @@ class Recurrence:
     Args:
         model: a causal LM of transformers with recurrent layers.
         packer: of the model.
-        run: runs a forward.
 
     Attributes:
         mixers: of its layers.
@@ -250,7 +249,6 @@ class Advance:
     """Runs the mixers for one sequence in a forward.
 
     Args:
-        states: of the sequence.
         start: the first of its rows among those of the forward.
         stop: the last one + 1.
         again: how many kept inputs come before them.

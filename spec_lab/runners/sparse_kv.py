@@ -85,7 +85,6 @@ class SparseLM(CausalLM):
 
     Args:
         whole: whose model it is, and whose sequences it reads.
-        selection: of the positions.
     """
 
     def __init__(self, whole: CausalLM, selection: Selection) -> None:
@@ -98,7 +97,6 @@ class SparseLM(CausalLM):
         Args:
             kv: holds positions of a prefix of the sequence's text as this method left them, or none.
             source: the sequence's KV cache in ``whole``.
-            prompt: its tokens.
         """
         fixed, known, length = self.selection.fixed, len(kv), len(source)
         size = self.selection.cells(len(prompt), length)

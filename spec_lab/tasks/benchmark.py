@@ -121,12 +121,8 @@ class _Groups:
     """The groups of a run, which every arm decodes.
 
     Args:
-        lab: the parts.
-        settings: the scalars.
         config: the configuration, for the summary.
-        arms: by name.
         groups: the first turns of each group's conversations, by its number.
-        recorder: writes the rows.
         history: as in ``run``.
         repeat_disturbed: as in ``run``.
         console: prints what is not a result.

@@ -60,8 +60,6 @@ class RequestStream:
         """Return the stream of the lab's prompts and, from a request on, of others.
 
         Args:
-            lab: the parts.
-            settings: the scalars.
             count: of requests; None: each prompt once.
             drift: the prompts after the change; None: there is none.
             change: number of its first request; None: after each prompt once, or with a ``count`` in the middle.
@@ -112,7 +110,6 @@ def add_counts(rows: Mapping[int, dict[str, Any]], infos: Sequence[StepInfo]) ->
 
     Args:
         rows: by request; the columns are set.
-        infos: the steps.
     """
     for info in infos:
         for sequence, step in zip(info.sequences, replace(info, recorded=None).rows(), strict=True):

@@ -48,10 +48,6 @@ def decode_group(
     """Decode a group with every arm, the arms in the group's order; return its rows.
 
     Args:
-        lab: the parts.
-        settings: the scalars.
-        arms: by name.
-        number: of the group.
         group: the first turns of its conversations.
         bar: the progress bar; it counts requests, and prints why one broke.
         history: which answers later turns continue: "own", each arm its own, or "baseline".

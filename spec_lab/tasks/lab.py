@@ -54,7 +54,6 @@ class Turn:
         conversation: number of its prompt among the lab's.
         number: which of the model's answers it asks for, from 1.
         prompt: as it is decoded: ``text`` is what the model continues, and ``checker`` that of this answer.
-        request: the request.
     """
 
     conversation: int
@@ -104,11 +103,8 @@ class Lab:
     """Composed parts of a run.
 
     Args:
-        target: the model.
         proposer: drafts; the null proposer makes the run autoregressive, with the baseline as its only arm.
-        verifier: decides.
         sampling: how every arm samples.
-        prompts: what is continued.
         tracker: records the run's progress.
         more_proposers: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
@@ -239,7 +235,6 @@ class Lab:
         """The next request of a conversation.
 
         Args:
-            settings: the scalars.
             number: of its prompt.
             answers: the model's answers so far.
 
@@ -268,7 +263,6 @@ class Lab:
         """Return how many tokens each prompt may have, of conversations the last turn's.
 
         Args:
-            settings: the scalars.
             turns: as in ``first_turns``.
         """
         lengths = []

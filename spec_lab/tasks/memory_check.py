@@ -18,8 +18,6 @@ def check_memory(lab: Lab, settings: Settings, prompts: Sequence[int], room: int
     """Refuse a run whose decoding does not fit the memory that is left, before it decodes.
 
     Args:
-        lab: the parts, loaded.
-        settings: the scalars.
         prompts: tokens of each prompt.
         room: available bytes; None asks the target's device.
 

@@ -36,7 +36,6 @@ def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
     """Return the outcome of a stream of tokens; the first one ends the prefill.
 
     Args:
-        request: whose tokens they are.
         tokens: the generated tokens, no more than there is room for; iteration ends at a stop token.
         start: when the prefill began, on ``time.perf_counter``.
     """
@@ -196,7 +195,6 @@ class GreedyDraft:
     """A draft model in the interface of ``llama_cpp.llama_speculative.LlamaDraftModel``.
 
     Args:
-        llama: the model.
         tokens: how many it drafts.
     """
 

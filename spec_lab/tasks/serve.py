@@ -177,13 +177,7 @@ class _Serving:
     """The segments of a stream, which every arm serves.
 
     Args:
-        lab: the parts.
-        settings: the scalars.
         arms: by the name under which they are shown; "baseline" is the baseline.
-        stream: the requests.
-        segments: of the stream.
-        limits: of the engine.
-        tables: the rows.
         bounds: ``ttft_bound`` and ``tpot_bound`` of ``serve``.
         window: ``drift_window`` of ``serve``.
     """
@@ -203,7 +197,6 @@ class _Serving:
 
         Args:
             about: entries of the summary.
-            facts: the manifest.
         """
         lab, settings, arms = self.lab, self.settings, self.arms
         measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
@@ -245,7 +238,6 @@ class _Serving:
         """Return the segments in which a stream with a change resumed with empty stores; the manifest keeps them.
 
         Args:
-            facts: the manifest.
             todo: segments that are not on disk.
         """
         emptied: list[int] = facts.get("emptied_stores", [])
@@ -326,9 +318,6 @@ def serve_with_every_arm(
     """Serve a segment with every arm; return the rows (``SERVED``). The arms alternate in going first.
 
     Args:
-        arms: by name.
-        segment: the requests.
-        limits: of the engine.
         bar: the progress bar; it counts requests, and prints why one broke.
         roofline: of the target; None leaves out the columns of ``ROOFLINE``.
     """

@@ -31,7 +31,6 @@ class Done:
         summary: the contents of its summary file, without ``schema_version``.
         result: reads the result in the run's directory, once the summary is written; None where nothing is shown.
         tables: the run's rows, for the tracker; None for a task with other tables.
-        code: the exit code.
         drawn: names of the figures that are drawn, which may be none; None for all.
     """
 
@@ -47,8 +46,6 @@ class Task:
     """A task: its work, and what is needed around it.
 
     Args:
-        lab: the parts.
-        settings: the scalars.
         config: the configuration, for the manifest.
         arms: names of the arms.
         work: does the work in the claimed directory; called with the contents of its manifest.

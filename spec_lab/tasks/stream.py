@@ -147,7 +147,6 @@ class _Page:
     """Prints one branch after the other.
 
     Args:
-        console: prints the text.
         prompt: printed first if the console has colours; a message with an empty line around it.
         whole: whether a branch is printed only when it has finished.
     """

@@ -179,13 +179,7 @@ class _Training:
     """A drafter's training and measurement in the output directory.
 
     Args:
-        lab: the parts.
-        settings: the scalars.
-        recipe: the kind of drafter.
-        plan: of the training loop.
-        source: of the answers.
         autocast: see ``Trainer``.
-        console: prints the estimate.
     """
 
     lab: Lab
@@ -264,7 +258,6 @@ class _Training:
         """Print what the training needs; return the plan with as many texts of a part as fit, and the threads.
 
         Args:
-            begun: the drafter.
             longest: tokens of the longest text.
             answers: that are learned from.
         """
@@ -329,7 +322,6 @@ def check_sampling(sampling: Sampling, task: str = "task=train") -> None:
     """Refuse sampling for which the acceptance in training is not that of decoding.
 
     Args:
-        sampling: of the requests.
         task: what refuses it.
 
     Raises:

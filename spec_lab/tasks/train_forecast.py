@@ -46,9 +46,7 @@ def forecast(
 
     Args:
         texts: that will be there.
-        writer: writes the answers.
         batch_size: prompts answered together.
-        sampling: of the answers.
         number_bytes: bytes of the hidden states of a token.
         folder: where they are written.
     """
@@ -106,10 +104,7 @@ def paying_lengths(recipe: Recipe, module: Any, target: Target, sampling: Sampli
     untrained drafter is timed.
 
     Args:
-        recipe: of the drafter.
         module: its network.
-        target: verifies.
-        sampling: of the requests.
     """
     depths = sorted({1, (recipe.depth + 1) // 2, recipe.depth})
     training = module.training

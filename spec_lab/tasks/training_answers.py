@@ -38,7 +38,6 @@ class Answers:
 
     Args:
         lab: the prompts, and the target.
-        settings: the scalars.
         writer: writes answers, with the target's tokens.
         known: texts with answers that exist already; None: the prompts are answered.
         learned: conversations that are learned from.
@@ -178,7 +177,6 @@ def known_answers(lab: Lab, settings: Settings, config: Mapping[str, Any], path:
 
     Args:
         lab: the target; its prompts' template writes messages, by default the checkpoint's.
-        settings: the scalars.
         config: of the run, whose ``prompts.template`` may be none.
         path: as in ``read_answers``.
 

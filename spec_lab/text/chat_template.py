@@ -112,7 +112,6 @@ def render(
 
     Args:
         template: the template; None for plain text: the messages with an empty line before each of the user's.
-        messages: the conversation.
         tools: JSON schemas.
         tokenizer: the target's.
         where: names the prompt, for messages.

@@ -95,7 +95,6 @@ def final(text: str, prompt: str = "") -> str:
     text shows only the names of roles and channels.
 
     Args:
-        text: the answer.
         prompt: the text that the model continued.
     """
     if _has_channels(text, prompt):

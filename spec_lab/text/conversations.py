@@ -257,7 +257,6 @@ def conversation_prompt(name: str, messages: Sequence[Message]) -> Prompt:
     """Return the prompt of a conversation that the checkpoint's chat template writes.
 
     Args:
-        name: of the conversation.
         messages: with their ``role`` and ``content``; the last one, of the user or of a tool, is answered.
 
     Raises:

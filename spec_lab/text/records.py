@@ -175,8 +175,6 @@ def text_of(record: Mapping[str, Any], key: str, where: str, named: str = "") ->
     """Return a field that must be text, not blank, and within ``MAX_CHARACTERS``.
 
     Args:
-        record: the record.
-        key: the field.
         where: the file and line, for messages.
         named: what messages call the field; default its key.
 

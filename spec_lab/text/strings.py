@@ -93,7 +93,6 @@ class StringMatch:
         tokens: number of last tokens from the one in which the string began.
         ban: the token in which it began.
         end: byte of the text after the string.
-        text: the string.
     """
 
     tokens: int
@@ -132,7 +131,6 @@ class Watcher:
 
     Args:
         pieces: the bytes of every token.
-        strings: the strings to find.
         healed: bytes that the first tokens repeat; they are not part of the text.
         silent: tokens whose bytes are not part of the text.
     """

@@ -92,7 +92,6 @@ def rendered(source: str, given: Mapping[str, Any]) -> str:
     """Return what a template writes.
 
     Args:
-        source: the template.
         given: its variables.
 
     Raises:

@@ -38,7 +38,6 @@ def merged_attention(
         query: ``[B, h, A * r, d]``.
         shared: keys and values ``[B, h / g, C, d]``.
         private: keys and values of the groups, ``[B, h / g, A, m, d]`` each.
-        scale: of the scores.
         mask: additive, ``[B, 1, A * r, C]``, with ``HIDDEN``; None: row i attends to shared keys 0 to i.
         private_mask: additive, ``[r, m]``, of all keys in ``private``; None: rows attend to all of them.
 

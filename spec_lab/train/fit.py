@@ -46,7 +46,6 @@ class FitPlan:
         decay: share of all steps in which they fall.
         every: steps between two lines of the learning curve.
         save_seconds: seconds between two checkpoints.
-        plan: of the optimisers.
     """
 
     passes: float = 1.0
@@ -96,7 +95,6 @@ def fit(
         objective: computes losses; called in threads.
         paths: files of texts, all with the same number of texts.
         out: folder of the checkpoint and of ``learning.jsonl``.
-        plan: settings.
         facts: other settings that change the result; a checkpoint with others is refused.
         stop_after: step at which to stop early, as after a kill; None for the last one.
         tick: called with the steps done and those in all.

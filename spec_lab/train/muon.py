@@ -19,9 +19,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum with Nesterov's correction, orthogonalised; the rate is that of AdamW (``match_rms_adamw`` of torch).
 
     Args:
-        matrices: the parameters.
         weight_decay: decoupled.
-        momentum: of the gradients.
         products: data type of the matrix products.
     """
 

@@ -150,7 +150,6 @@ def compare(logits: Tensor, truth: Truth, kind: ChainLoss = "kl", deterministic:
     Args:
         logits: ``[N, W]`` of the draft.
         truth: of the same rows.
-        kind: of loss.
         deterministic: the drafter always drafts the most probable token of q.
     """
     log_q = logits.log_softmax(-1, dtype=_wide(logits))
@@ -180,7 +179,6 @@ def compare_states(
         logits: ``[n, X] -> [n, W]``.
         truth: of some rows.
         rows: ``[N]`` numbers of those to compare with.
-        kind: of loss.
         deterministic: see ``compare``.
     """
 
@@ -211,7 +209,6 @@ def mean_losses(
         logits: of each, ``[n, X] -> [n, W]``.
         parameters: that ``logits`` use and whose gradients are computed; they may use fewer.
         truth, rows, kind, deterministic: see ``compare_states``; rows of each position, ``[N_k]``.
-        weights: of the positions.
     """
     learned = [truth.learned(kind)[of].sum().clamp_min(1) for of in rows]
 
@@ -227,8 +224,6 @@ class Chains(NamedTuple):
     """The rows of n chains of K draft positions. Everything is ``[n, K]``, 0 where a chain has no such position.
 
     Args:
-        loss: of each row.
-        alpha: of each row.
         true: of each row, see ``ComparedRows``.
         learned: whether the row has a loss.
         present: whether the chain has the position.

@@ -80,10 +80,7 @@ def answer(
     """Let the target answer requests, as each samples.
 
     Args:
-        target: answers them.
-        requests: prompts.
         batch: requests answered together.
-        seed: of all random choices.
         pieces: the bytes of each token; needed for stop strings.
         kept: a folder of earlier answers, to which new ones are added; None: nothing is kept. It is not used for a
             target without a SHA-256.
@@ -161,10 +158,8 @@ def record(
     A text that fills the context is cut by its last token, since a prompt leaves room for a token.
 
     Args:
-        target: computes them.
         texts: with the target's answers. Those whose prompts leave room for no answer are left out.
         states: numbers of the hidden states to keep.
-        folder: of the files.
         rows: texts of a file.
         batch: texts computed together.
         rest: whether the last texts, which do not fill a file, get a smaller one. Otherwise they are left out.

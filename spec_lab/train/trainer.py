@@ -58,7 +58,6 @@ class Trainer(Generic[M]):
 
     Args:
         model: converted in place.
-        plan: the settings.
         threads: that work in parallel.
         dtype: of computing; bfloat16 is slow on CPUs without instructions for it.
         autocast: data type of the matrix products in a model of float32, and of Muon's; None for float32.

@@ -36,7 +36,6 @@ def columns_of(learned: Tensor, unrolls: int, kept: Sequence[Tensor] = ()) -> li
 
     Args:
         learned: ``[B, T - 1]`` whether the token after each is one to learn from (``Texts.counts(1)``).
-        unrolls: their number.
         kept: for each unroll, to which columns it is limited besides, ``[B, T - 1]``; fewer with each unroll. Empty:
             no limit.
     """
@@ -57,7 +56,6 @@ def drawn_columns(text: Texts, unrolls: int, retention: float, minimum: float, s
 
     Args:
         text: has the same columns whenever it is seen.
-        unrolls: their number.
         retention: unroll k keeps a share ``max(retention ** k, minimum)`` of the columns.
         minimum: see there.
         seed: of the columns.
@@ -164,7 +162,6 @@ class UnrollAttention:
     Args:
         keys: of every unroll.
         values: of every unroll.
-        kind: of the layer.
         mask: additive, of the keys of unroll 0; None: row i attends to its columns 0 to i.
         private_mask: additive, of the later ones.
     """

@@ -21,12 +21,10 @@ class Comparison:
     """Compared runs.
 
     Args:
-        runs: the runs.
         described: each run in words, by label.
         verdicts: whether each run's times can be trusted, by label.
         lossy: which arms of each run do not preserve the target distribution, and why, by label.
         configuration, provenance: settings that are not the same in all of them.
-        pairs: what was compared.
         level: of every ``interval``.
         tested: number of tested changes, whose ``simultaneous`` intervals hold at once at ``level``.
         notes: what a reader must know of these runs.

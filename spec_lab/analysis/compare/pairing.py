@@ -95,7 +95,6 @@ class ArmComparison:
         parts: proposer, verifier and prompts of the reference's arm and the other's.
         prompts, groups: number of pairs of units; 0 where the runs are compared unpaired.
         identical: share of the shared prompts with the same output tokens in both; NaN without shared prompts.
-        changes: the figures.
     """
 
     reference: str

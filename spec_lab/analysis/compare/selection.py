@@ -24,7 +24,6 @@ class SelectedRun:
     Args:
         label: a letter; of sweeps that are compared with each other, with the pair's number.
         name: its overrides if it belongs to a sweep, else its folder.
-        folder: its directory.
     """
 
     label: str

@@ -31,7 +31,6 @@ def speedups_by_batch_and_length(cells: pd.DataFrame, design: str) -> Figure | N
 
     Args:
         cells: of ``analysis.projection.project``.
-        design: the design.
     """
     of_design = cells[cells["design"] == design]
     if not of_design["fits"].any():

@@ -32,8 +32,6 @@ def by_range(
 
     Args:
         panels: for each panel its ranges by curve; the panel's key is the label of its axis.
-        figure: of the ranges.
-        label: of the figure.
         names: how curves are shown; others by their key.
         marked: a position and what it is, which is shown on the last panel where the texts reach it; None: none.
         colours: of the curves; None: in their order.

@@ -203,7 +203,6 @@ def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None
     """Draw the accepted paths on each arm's draft tree: discs by the share of steps that accepted a node.
 
     Args:
-        tables: the run's rows.
         trees: the arms' static draft trees, as paths of child ranks.
     """
     arms = metrics.arms(tables)
@@ -247,10 +246,8 @@ def _draw_tree(
     """Draw one tree into the axes: widths of edges and areas of discs grow with the share of acceptance.
 
     Args:
-        axes: of the tree.
         frame: of ``frames.accepted_tree``.
         places: of ``tree_layout``.
-        colour: of the arm.
         level: inches from one level to the next. Labels that are wider are turned, and where even turned ones have no
             room only every second, third, ... level has labels. Discs are smaller on levels that are close together.
     """

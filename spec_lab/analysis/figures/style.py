@@ -63,7 +63,6 @@ def text_width(names: Iterable[str], size: float = 9) -> float:
     """Return the width of the longest name, in inches.
 
     Args:
-        names: the names.
         size: of their letters, in points.
     """
     with rc_context(STYLE):
@@ -95,7 +94,6 @@ def panels(
     """Return a figure with panels side by side.
 
     Args:
-        count: number of panels.
         width: of all panels together, without margins, in inches.
         height: of a panel, in inches.
         left, right, top, bottom: margins in inches.
@@ -200,8 +198,6 @@ def clipped(
     """Draw points; those beyond the ends of the axes are drawn at the end, as triangles. Returns their number.
 
     Args:
-        axes: the axes.
-        x, y: the points.
         colour: of all marks.
         ends: the ends of the x and the y axis; infinite for one that holds all points.
         label: in the legend; empty for none.

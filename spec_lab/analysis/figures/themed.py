@@ -30,7 +30,6 @@ def svg(figure: Figure, name: str) -> str:
     (``NEUTRAL``), any other ``--c-RRGGBB``, which is itself unless ``dark_colours`` defines it.
 
     Args:
-        figure: the figure.
         name: unique in the page; a prefix of the element's ids.
     """
     stream = StringIO()

@@ -59,7 +59,6 @@ def verifier_panels(proposers: Mapping[str, Mapping[str, Any]], name: str) -> Fi
 
     Args:
         proposers: ``proposers`` of the ``summary.json`` of ``task=verifier_study``, by the arms' shown names.
-        name: of the figure.
     """
     proposers = {arm: facts for arm, facts in proposers.items() if facts["verifiers"]}
     return panels(proposers, {"accepted": ACCEPTED, "time": TIME}[name]) if proposers else None

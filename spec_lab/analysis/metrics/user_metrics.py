@@ -164,7 +164,6 @@ def _check_name(part: str, name: Any, others: Mapping[str, Any]) -> None:
 
     Args:
         part: that returned it.
-        name: the name.
         others: values that are known, by name.
 
     Raises:

@@ -34,7 +34,6 @@ def show(
         cells: the projected designs, from ``project``.
         even: break-even batch sizes, from ``break_even``.
         notes: sentences below the tables, from ``notes``.
-        console: where they are printed.
         verbose: whether every cell is printed as well.
     """
     for hardware, of_hardware in cells.groupby("hardware", sort=False):

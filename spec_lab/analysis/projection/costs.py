@@ -41,9 +41,6 @@ class RooflineForward:
 
     Args:
         work: what a forward reads and computes.
-        layers: number of layers.
-        hardware: the device.
-        runtime: the runtime.
         precision: of weights, KV cache and products.
     """
 
@@ -167,7 +164,6 @@ def grids(frame: pd.DataFrame, file: Path) -> dict[str, MeasuredForward]:
     """Return the measured forwards of a table with ``COLUMNS``, by model; of equal points the median.
 
     Args:
-        frame: the table.
         file: where it comes from, for messages.
 
     Raises:

@@ -30,13 +30,11 @@ def deployments_of(
     """Return the named hardware on which the model fits.
 
     Args:
-        designs: what is projected.
         hardware: names, or CSV files of devices.
         model: name of the target's size, or the folder of a checkpoint.
         context: tokens of each sequence, whose KV cache takes memory.
         draft: name of the draft model's size; None if no design needs one.
         dtype: of all weights.
-        runtime: its name.
         lookup: seconds of a lookup in each step.
         experts: effective number of experts of the target (``ExpertWork``), as a run counted it; None: all.
         apart: whether the draft model has a device of its own, and takes no memory of the target's.
@@ -80,9 +78,7 @@ def measured_deployment(
     """Return the deployment of which a table of forwards was measured.
 
     Args:
-        designs: what is projected.
         tables: of ``measured_forwards``.
-        label: of the hardware.
         lookup: seconds of a lookup in each step; 0 for those that were measured.
 
     Raises:

@@ -170,7 +170,6 @@ def by_roofline(
     - Lookups compute nothing but take ``lookup`` seconds.
 
     Args:
-        proposer: its name.
         target: the target's shape.
         draft: the draft model's shape; None where none was chosen.
         made: makes the forward of some work and number of layers.
@@ -219,7 +218,6 @@ def by_table(
 
     Args:
         arm: name of its arm.
-        proposer: its name.
         tables: measured forwards: a pass of what drafts; of lookups, a step's.
         lookup: seconds of a lookup, in place of measured ones; 0 for these. Lookups that no row measures are taken as
             free, which ``Drafting.assumed`` says.

@@ -84,7 +84,6 @@ class ModelShape:
 
     Args:
         name: on the command line.
-        layers: number of layers.
         hidden, intermediate: sizes of the residual stream and of dense MLPs.
         heads, kv_heads, head_dim: of attention.
         vocabulary: V.

@@ -101,7 +101,6 @@ class Overlap:
         Args:
             design: of a run's arm.
             steps: its decode steps.
-            folder: of the run.
 
         Raises:
             ValueError: a damaged table of recorded distributions.
@@ -184,7 +183,6 @@ class _Beside:
     """A forward beside which something else is computed: it takes the longer of both times.
 
     Args:
-        forward: the forward.
         other: ``[R]`` seconds.
     """
 

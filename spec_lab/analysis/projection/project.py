@@ -85,7 +85,6 @@ def speedup(
     Args:
         acceptance: of R draws.
         length: number of levels.
-        deployment: where.
         drafting: how the design drafts there.
         batch: sequences decoded together, all the time; one number or ``[R]``.
         context: tokens of each sequence.
@@ -121,7 +120,6 @@ def project(
     Args:
         designs: recorded acceptance.
         deployments: hardware with its costs.
-        batches: batch sizes.
         context: tokens of each sequence.
         lengths: draft lengths; None for all that are recorded.
         prefill: None leaves the prefill out.

@@ -15,8 +15,6 @@ def facts(manifest: Mapping[str, Any], constraint: str | None = None, **more: An
     """Return configuration and machine by name; empty values are for the page to leave out.
 
     Args:
-        manifest: of the run.
-        constraint: its name.
         more: further facts, after those about the prompts.
     """
     config, machine, versions = manifest["config"], manifest.get("machine", {}), manifest.get("versions", {})

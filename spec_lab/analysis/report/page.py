@@ -34,9 +34,7 @@ def render(
     """Return the page's text, and write its figures.
 
     Args:
-        result: the result.
         folder: where the page will be.
-        title: the heading.
         facts: configuration and machine; empty values are left out.
         files: the folder of the figures' files, beside the page.
         view: the outputs token by token, of a run (``token_view``); ``names``: of its arms.

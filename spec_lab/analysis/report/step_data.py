@@ -44,7 +44,6 @@ def step_data(
     """Return what the page's script reads of the steps of some requests, and a note on what is left out.
 
     Args:
-        tables: the rows.
         requests: the requests shown, in order.
         arms: in order.
         how: how each arm verifies.

@@ -31,7 +31,6 @@ class Verification:
     Args:
         verifier: its name; empty where it is not known.
         lossless: whether it is; None where it is not known.
-        temperature: of the requests.
         invalid_text: whether it accepts tokens whatever their probability.
     """
 

@@ -90,7 +90,6 @@ def verifications(
     Args:
         manifest: the run's; it names the verifier of a run that has not ended.
         states: the facts of each arm in ``summary.json``; empty of a run that has not ended.
-        temperature: of the requests.
     """
     outputs, baseline = {}, "baseline"
     for arm, state in states.items():

@@ -126,9 +126,7 @@ class RunFiles:
     """The files of a run.
 
     Args:
-        folder: its directory.
         manifest, summary: their contents; the summary of a run that has not ended is empty.
-        tables: its rows.
         states: the entry of each arm in the summary; empty of a run that has not ended.
     """
 
@@ -178,7 +176,6 @@ def result(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> Result:
     """Return the result of a run.
 
     Args:
-        run: the run.
         arms: state and figures of each arm, NaN as None.
         judged: ``verdict`` on its times and ``verdict_reasons``; older summaries lack them.
     """

@@ -138,7 +138,6 @@ def replay(
         run: of ``begin``.
         folder: the run's directory; ``report.html`` and ``figures/`` are written there.
         rows: of the finished groups.
-        manifest: the run's manifest.
         summary: the contents of ``summary.json``.
         logged: groups whose figures are logged already.
     """

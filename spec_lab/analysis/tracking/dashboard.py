@@ -42,7 +42,6 @@ class Panel:
 
     Args:
         kind: "bar" of figures of runs, "line" of their series, "media" or "table".
-        title: its title.
         keys: what it shows: figures, series of an arm, names of media, or the table.
         axis: of a line.
         arms: keys of the arms of a line; empty: every arm's figures have the same names.

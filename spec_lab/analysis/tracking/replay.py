@@ -27,7 +27,6 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
     again replaces its former upload. Writes ``report.html`` and ``figures/``.
 
     Args:
-        folder: the run's directory.
         project: where the run appears.
         entity: the owner of the project; None for the default of the login.
         mode: "auto", "online" or "offline", as in ``Wandb``.

@@ -74,7 +74,6 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
     """Yield what is shown once decoding is over: speed-ups by group, then every arm's steps.
 
     Args:
-        tables: the run's rows.
         max_points: most points of a series over steps.
     """
     names, main = metrics.arms(tables), metrics.main_arm(tables) or ""

@@ -52,7 +52,6 @@ class ConfigFile(NamedTuple):
     """A config file.
 
     Args:
-        path: of the file.
         head: the comment above its first key, without @package.
         defaults: its defaults list, without _self_.
         settings: its keys; of a mapping in block style the keys within.
@@ -75,7 +74,6 @@ def read(path: Path, flat: bool = False) -> ConfigFile:
     """Read a config file.
 
     Args:
-        path: of the file.
         flat: whether mappings in flow style, ``{a: 1}``, are taken apart too.
 
     Raises:

@@ -16,7 +16,6 @@ class KeyMatch:
 
     Args:
         path: its name on the command line.
-        key: the key.
         options: that have it; conf/config.yaml of a key of no group.
     """
 
@@ -32,7 +31,6 @@ def find(reference: Reference, query: str) -> tuple[Answer, ...]:
     """Find what a query names; at least one answer.
 
     Args:
-        reference: where to look.
         query: nothing: everything; a group (``proposer``); an option (``proposer=medusa``, ``proposer.medusa``,
             ``+experiment=NAME``); a key (``proposer.depth``, ``arms.NAME.depth``), also by the end of its name
             (``temperature``); or as on the command line, with a value (``seed=1``).

@@ -57,7 +57,6 @@ class ConfigOption:
     Args:
         group: such as "proposer" or "hydra/launcher"; empty of conf/config.yaml.
         name: of the file, without .yaml.
-        summary: what it is.
         target: dotted name of what it builds; may be empty.
         file: where it stands, from the folder above its conf/.
         keys: in the order of the file, those of the file that it is based on first.
@@ -85,8 +84,6 @@ class ConfigGroup:
     Args:
         name: such as "proposer".
         default: the option that is chosen without another; empty for none.
-        summary: what it chooses.
-        options: by name.
     """
 
     name: str

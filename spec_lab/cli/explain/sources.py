@@ -56,7 +56,6 @@ class Argument(NamedTuple):
         Args:
             value: as the file writes it; where it is the file's name, other names are not listed.
             given: as in ``meaning_in``.
-            name: of the file.
         """
         chosen = value if value == name else ""
         meaning, listed = self.meaning_in(value, given), bounds(self.hint, plain(self.meaning), chosen)
@@ -73,7 +72,6 @@ class Description(NamedTuple):
 
     Args:
         summary: the first paragraph of its docstring; of a method ``load``, of the class's.
-        arguments: by name.
         open: whether it has arguments of any name (``**options``) besides.
     """
 

@@ -141,7 +141,6 @@ def show_contract(name: str, console: Console) -> None:
 
     Args:
         name: of ``contracts.CONTRACTS``, or a dotted path; empty: list them.
-        console: to print on.
 
     Raises:
         ValueError: there is no such part.

@@ -32,8 +32,6 @@ class Common:
 
     Args:
         context: Hydra's config loader and callbacks.
-        task: runs a composed config.
-        config: the sweep's config.
         state: Hydra's singletons.
         directory: the command's working directory, to which paths are relative.
     """

@@ -40,7 +40,6 @@ class Grammar(Constraint):
     The mask allows the end token wherever the text may end.
 
     Args:
-        tokens: the vocabulary.
         kind: "regex", "json_schema", "lark" or "choice".
         source: the pattern, the schema as JSON, the grammar, or the choices as a JSON list; None: each request brings
             its own. A source that a request brings takes precedence.

@@ -107,7 +107,6 @@ def masks(
 
     Args:
         states: ``[B]`` at the roots; they are not changed. None allows every token.
-        shape: the forest.
         token: ``[M]`` the nodes' tokens.
         vocabulary: V.
         ends: tokens that end a text.

@@ -85,7 +85,6 @@ class XGrammar(Constraint):
     """A constraint by a grammar, from the text's first token to the end token.
 
     Args:
-        tokens: the vocabulary.
         kind: "regex", "json_schema" or "choice".
         source: the pattern, the schema as JSON, or the choices as a JSON list; None: each request brings its own. A
             source that a request brings takes precedence.

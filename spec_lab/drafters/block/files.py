@@ -82,8 +82,6 @@ def read_block(path: str, target: Target, options: Mapping[str, Any] | None = No
     """Read a block drafter for a target, into its dtype and onto its device.
 
     Args:
-        path: of the folder.
-        target: the target.
         options: by convention, how it is read (``DrafterFiles``).
 
     Raises:

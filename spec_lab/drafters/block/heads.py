@@ -92,7 +92,6 @@ class MarkovHead(LevelHead):
       ``sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)``.
 
     Args:
-        settings: of the head.
         vocab_size: V.
         draft_vocab_size: W.
         hidden_size: H.

@@ -197,7 +197,6 @@ class BlockObjective:
 
     Args:
         network: in training; it calls ``target``.
-        recipe: its options.
         target: its embedding and LM head.
         dtype: of the target.
         seed: of the anchors. A text has the same ones whenever it is seen, so that a resumed training has them too.

@@ -17,8 +17,6 @@ def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[
     """Write a block drafter that reads the target's embedding; return the SHA-256 of its weights.
 
     Args:
-        network: its layers.
-        kind: of the drafter.
         folder: is made.
         facts: for the file's metadata.
         dtype: of the weights in the file.

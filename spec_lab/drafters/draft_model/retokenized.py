@@ -142,7 +142,6 @@ class Retokenized:
        one byte, and left out if it has none.
 
     Args:
-        target, draft: their tokens.
         special: shared special tokens of the target, in the draft model's ids.
 
     Raises:

@@ -52,7 +52,6 @@ class LlamaRecipe(Recipe):
         Args:
             target: whose context and device it has.
             vocabulary: tokens that it reads.
-            seed: of the weights.
             fields: further ones of its config.
         """
         config = LlamaConfig(

@@ -196,7 +196,6 @@ def shared_pairs(target: Tokens, draft: Tokens, alike: bool, option: str) -> lis
     """Return the tokens that a target and a draft model share, in the ids of both.
 
     Args:
-        target, draft: their tokens.
         alike: whether they are compared by their names.
         option: that compares them.
 

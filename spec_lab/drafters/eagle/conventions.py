@@ -33,7 +33,6 @@ def draft_tokens(files: DrafterFiles, v: int, w: int | None) -> Tensor:  # [W]
     """The target's number of each draft token, from ``d2t`` and ``t2d``.
 
     Args:
-        files: of the drafter.
         v: V, the target's vocabulary.
         w: W, that of the drafter's own LM head; None: it has none.
 
@@ -126,7 +125,6 @@ def choose_ends(files: DrafterFiles, w: int | None, h: int) -> tuple[int | None,
     """Return the draft vocabulary of the head's own LM head, None for the target's; and whether it embeds itself.
 
     Args:
-        files: of the head.
         w: the draft vocabulary that is stated.
         h: its hidden size.
 
@@ -164,7 +162,6 @@ def choose_norm_output(files: DrafterFiles, prefixed: bool) -> NormOutput:
     """Return what the final norm is for, by the tool that wrote the files.
 
     Args:
-        files: of the head.
         prefixed: whether its tensors begin with "model.".
     """
     config = stating(files, "norm_output")

@@ -155,7 +155,6 @@ def read_eagle(
 
     Args:
         path: folder of the head.
-        target: the target.
         dtype: of the head; None: the target's.
         options: by convention, how it is read (``DrafterFiles``).
 
@@ -208,7 +207,6 @@ def eagle_settings(
     """Return the settings of the head, and whether its rotary embedding turns neighbours.
 
     Args:
-        files: of the head.
         prefixed: whether its tensors began with "model.".
         parallel: of a P-EAGLE head, the names of further fields that are read.
 
@@ -331,7 +329,6 @@ def write_eagle(
     """Write an EAGLE-1 or EAGLE-2 head in the official format; return the SHA-256 of its weights.
 
     Args:
-        settings: what the head is.
         weights: by the network's own names.
         folder: is made.
         embedding: ``[V, H]`` of the target, which the official loader reads from the head's file.

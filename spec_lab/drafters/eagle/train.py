@@ -162,12 +162,10 @@ def eagle3_objective(
     """Return the loss of an EAGLE-3 head: the sum over unrolls, each ``decay`` times the one before it.
 
     Args:
-        network: in training.
         target: its embedding and LM head.
         dtype: of the target.
         unrolls: how many tokens are drafted.
         decay: weight of an unroll over that of the one before it.
-        kind: of loss.
         weights: of the unrolls.
         kept: to which columns of texts each unroll is limited (``train.unroll.columns_of``).
     """

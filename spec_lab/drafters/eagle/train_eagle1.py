@@ -87,7 +87,6 @@ class Eagle1Objective:
     Later draft positions are measured only, in training on the first of the texts.
 
     Args:
-        network: in training.
         target: its embedding and LM head; embeddings are multiplied by its ``embedding_scale``.
         dtype: of the target.
         depth: draft positions.
@@ -151,13 +150,11 @@ def eagle1_losses(
     """Return the losses of features and of distributions, and what the first draft position achieves.
 
     Args:
-        network: in training.
         text: with the states after the final norm as its hidden states ``[B, T, H]``.
         truth: the target's distributions after each token before one to learn from.
         embedded: ``[B, T, H]`` the embeddings of the tokens.
         lm_head: of the target.
         noise: ``[B, T, H]`` added to what the network reads; None for none.
-        kind: of loss.
     """
     assert text.hidden is not None
     length, device = text.ids.shape[1], text.ids.device

@@ -81,8 +81,6 @@ def read_hydra(path: str, target: Target, options: Mapping[str, Any] | None = No
     """Read heads for a target, into its dtype and onto its device.
 
     Args:
-        path: of the folder.
-        target: the target.
         options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
@@ -110,7 +108,6 @@ def write_hydra(
     """Write heads under their published names; return the SHA-256 of their weights.
 
     Args:
-        network: the heads.
         folder: is made.
         target: name or path of the target.
         facts: for the file's metadata.

@@ -73,7 +73,6 @@ class HydraHead(nn.Module):
 
     Args:
         number: i.
-        settings: sizes.
     """
 
     def __init__(self, number: int, settings: HydraSettings) -> None:

@@ -201,7 +201,6 @@ class HeadRows:
     """Computes rows of a growing forest.
 
     Args:
-        network: the heads.
         states: ``[A, H]`` of the trees with nodes.
         read: what heads read at the roots of these trees; rows that are computed are added.
         timed: records the calls of the heads.

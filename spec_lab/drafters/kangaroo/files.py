@@ -34,7 +34,6 @@ def read_kangaroo(path: str, target: Target, exit_layer: int | None = None) -> K
 
     Args:
         path: folder of the adapter.
-        target: the target.
         exit_layer: number of the hidden state that the adapter reads; None: the config holds it.
 
     Raises:
@@ -95,7 +94,6 @@ def write_kangaroo(
     """Write an adapter; return the SHA-256 of its weights.
 
     Args:
-        network: the adapter.
         folder: is made.
         vocab_size: of the target.
         facts: for the file's metadata.

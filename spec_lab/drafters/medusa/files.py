@@ -97,8 +97,6 @@ def read_medusa(path: str, target: Target, options: Mapping[str, Any] | None = N
     """Read heads for a target, into its dtype and onto its device.
 
     Args:
-        path: of the folder.
-        target: the target.
         options: by convention, how it is read (``DrafterFiles``).
 
     Raises:

@@ -68,11 +68,9 @@ def of_texts(
     """Find the rank that each head gave to the token that followed, in answers of the target.
 
     Args:
-        heads: are measured.
         answers: of each answer the states after the final norm from which its tokens were chosen ``[n, H]``, and these
             tokens ``[n]``, both on the heads' device.
         width: ranks told apart.
-        temperature: of the answers.
 
     Raises:
         ValueError: no answers, or answers too short for the heads.

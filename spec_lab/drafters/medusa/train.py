@@ -252,9 +252,7 @@ def export_medusa(
     """Write heads in this package's layout (``drafters.medusa.files``); return the SHA-256 of the weights file.
 
     Args:
-        tensors: of the layout.
         vocab_size: of the target.
-        target_sha256: of its weights.
         folder: is made.
         facts: for the file's metadata.
     """

@@ -93,7 +93,6 @@ def read_mtp(path: str | None, target: Target, options: Mapping[str, Any] | None
 
     Args:
         path: folder of the modules; None: the target's own checkpoint.
-        target: the target.
         options: by convention, how it is read (``DrafterFiles``).
 
     Raises:
@@ -169,9 +168,7 @@ def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes
     """Return the settings of the modules. Errors as in ``read_mtp``.
 
     Args:
-        files: of the modules.
         ours: our names of the tensors.
-        names: of the layout.
         prefixes: how many begin names of tensors.
     """
     file, config = files.file, files.config

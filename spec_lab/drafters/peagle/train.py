@@ -96,7 +96,6 @@ class PEagleDrafts:
     """See ``chain.Drafts``.
 
     Args:
-        network: in training.
         levels: how many tokens are drafted.
         kept: to which columns of texts each level is limited (``train.unroll.columns_of``).
     """

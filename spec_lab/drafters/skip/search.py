@@ -44,7 +44,6 @@ class Try:
     """One set that was scored.
 
     Args:
-        skipped: the set.
         score: share of the tokens that the draft's arg max agrees with.
         end: length of the text that was scored.
     """
@@ -89,7 +88,6 @@ class SkipSearch:
 
         Args:
             begin: length of the prompt.
-            length: of the text now.
             done: the tries made so far for this text.
         """
         if self.over(done):

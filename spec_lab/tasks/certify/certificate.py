@@ -100,7 +100,6 @@ def prove(
         verifier: must accept the way of drawing.
         instances: what to enumerate; None: ``every_instance``. For a verifier that is ``chains_only``, those whose tree
             is a chain.
-        sampling: of the toy requests.
         tick: called with 1 after each instance.
 
     Raises:
@@ -244,8 +243,6 @@ def in_short(proposer: Proposer, verifier: Verifier, distribution: str | None = 
     """Return what a run records of its own pair, by enumerating ``QUICK``: "certified" (see ``grade``) and the proof.
 
     Args:
-        proposer: of the pair.
-        verifier: of the pair.
         distribution: as in ``AppliedConstraint``: loops under toy grammars are enumerated as well. None: the run has no
             constraint.
     """

@@ -166,8 +166,6 @@ def counter_example(toy: Instance, finding: Finding, shows_q: bool, columns: int
     """Yield an instance whose output is wrong: what came with which probability, and what should have.
 
     Args:
-        toy: the instance.
-        finding: what was found.
         shows_q: whether a draft model drafted, so that its q is known, and the verifier was given it.
         columns: of a line.
     """

@@ -149,11 +149,7 @@ class Scripts:
 
 
 class Watched:
-    """Draws that raise ``Reused`` where a random key is used twice.
-
-    Args:
-        draws: makes the choices.
-    """
+    """Draws that raise ``Reused`` where a random key is used twice."""
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws

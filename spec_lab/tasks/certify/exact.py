@@ -70,7 +70,6 @@ class Finding:
     """The result of one instance.
 
     Args:
-        instance: its name.
         tv: total variation between the output's distribution and the target's.
         mass: total probability.
         failure: the first text with a wrong probability, in words; None where there is none.

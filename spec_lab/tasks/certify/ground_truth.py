@@ -82,7 +82,6 @@ class _Autoregressive:
 
     Args:
         v: V.
-        request: is decoded.
         tables: the target's logits after every text of each length.
         constraint: starts a new state for every text, so that the reference needs no ``fork``; None where states are
             forked: those of a constraint with actions.

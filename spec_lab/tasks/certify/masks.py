@@ -53,7 +53,6 @@ class Difference:
     """A row whose mask is not that of a fresh state.
 
     Args:
-        request: its name.
         committed: tokens of the output before the draft.
         drafted: draft tokens from the root to the row.
         asked: which masks: those of a "complete" draft or of a "growing" one.
@@ -78,7 +77,6 @@ class MaskComparison:
     Args:
         rows: number of rows compared.
         different: of them, those that differ from the rows of fresh states.
-        steps: number of steps.
         texts: number of texts begun.
         longest: tokens of the longest text.
         first: the first row that differs; None for none.
@@ -132,11 +130,9 @@ def compare_masks(
     follows an action is not compared. Where states cannot be forked nothing is drafted.
 
     Args:
-        applied: the run's constraint.
         requests: those at whose prompts the constraint can start; texts follow their prompts in turn. Without any,
             nothing is compared.
         rows: number of rows to compare; the last step may compare a few more.
-        seed: of all random choices.
         pieces: the bytes of each token; None where they are not known.
         tick: called with the number of rows compared.
     """

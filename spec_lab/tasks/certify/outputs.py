@@ -48,7 +48,6 @@ class WrongText(NamedTuple):
 
     Args:
         words: a description.
-        text: the text.
         emitted: ``[V]`` probabilities of the next token, given that the output goes on after the text.
         p: ``[V]`` the target's.
     """

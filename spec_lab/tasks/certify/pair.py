@@ -44,7 +44,6 @@ class Check:
     """One statistical test.
 
     Args:
-        name: of the test.
         samples: number of texts or tokens.
         statistic: chi-square or z.
         p_value: probability of a result at least as extreme if the distribution is right.
@@ -68,8 +67,6 @@ class Pair:
     """The results of one pair.
 
     Args:
-        proposer: drafts.
-        verifier: verifies.
         proof: the result of enumeration.
         drafts: what drafted the sampled texts: the proposer, or the reference that draws the same way.
         texts: numbers of sampled texts of a toy; ``expected`` is their exact distribution ``[V ** tokens]``.
@@ -185,8 +182,6 @@ class Certifier:
     """Examines pairs of a lab.
 
     Args:
-        lab: the parts.
-        settings: the scalars.
         samples: texts of a toy that each pair decodes.
         tokens: tokens that each lossless pair decodes with the real target; 0 for none.
         mask_rows: masks that are compared; 0 for none.

@@ -75,10 +75,7 @@ def joint(
 
     Args:
         proposer: a proposer, or a way of drawing for the reference.
-        verifier: verifies.
         samples: number of texts.
-        seed: of all choices.
-        sampling: of the requests.
         instance: the toy and the number of tokens.
         tick: called with the number of texts added.
         watched: whether a random key that is used for two choices is an error.
@@ -156,10 +153,7 @@ def scores(
 
     Args:
         target: decodes, best in float32 or float64: p is computed in two ways that must agree.
-        proposer: drafts.
-        verifier: verifies.
         requests: decoded in groups of ``batch_size``.
-        seed: of all choices.
         batch_size: requests of a group.
         tick: called with the number of tokens added.
         applied: the constraint, which must have no actions: with them, single tokens do not follow p.

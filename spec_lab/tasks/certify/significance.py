@@ -34,7 +34,6 @@ class ChiSquare:
         statistic: sum over cells of (observed - expected)^2 / expected; infinite where something impossible occurred.
         df: degrees of freedom, one less than the cells.
         p_value: P(chi-square(df) >= statistic), asymptotically.
-        samples: number of samples.
         cells: number of cells after pooling.
         impossible: samples of outcomes with probability 0. Any makes the p-value 0.
         detectable: the smallest TV of the pooled distribution that would have been rejected, see ``detectable_tv``.

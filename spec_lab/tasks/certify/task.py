@@ -144,7 +144,6 @@ def _facts(
     Args:
         pairs: those that were examined; ``broken``: those that failed on a toy, each with the reason.
         left_out: those that do not fit.
-        certifier: examined them.
         compared: the comparison of masks; None where none were compared.
         facts: the manifest's.
         control: the test of a wrong verifier's texts.
@@ -188,8 +187,6 @@ def _mask_facts(compared: MaskComparison, lab: Lab, refused: Sequence[str]) -> d
     """Return the comparison of masks, with the first difference as tokens and as text.
 
     Args:
-        compared: the comparison.
-        lab: the run's.
         refused: the constraint's messages, one for each prompt that it refuses.
     """
     assert lab.applied is not None

@@ -140,7 +140,6 @@ class Counting(nn.Module):
     returns its input.
 
     Args:
-        number: of the layer.
         tables: logits after every text of each length, ``[V ** length, V]``.
         below: those of the layer below; None for none.
         prompt: number of prompt tokens, which have no influence.

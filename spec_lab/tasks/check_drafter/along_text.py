@@ -50,7 +50,6 @@ class Answer:
     """A text of the target.
 
     Args:
-        request: its prompt.
         tokens: prompt and answer.
         conversation: number of the conversation of which it is an answer; None: it is alone in its own.
     """
@@ -131,7 +130,6 @@ class _DraftedText:
     """A text while a drafter drafts along it.
 
     Args:
-        answer: the text.
         figures: to fill, by name.
         logits: ``[n + 1, V]`` of the target, from which each token of the answer was chosen.
         hidden: ``[tokens - 1, layers * H]`` what the drafter requires; None for nothing.
@@ -157,10 +155,8 @@ def predicted(
 
     Args:
         target: whose answers they are.
-        proposer: drafts.
         answers: of two tokens or more each.
         batch: answers along which it drafts together.
-        sampling: of the answers.
         depth: K, most tokens of a draft.
 
     Raises:

@@ -38,7 +38,6 @@ class KeptTexts:
         """Return the texts of a reading, measured unless they are there.
 
         Args:
-            reading: of the drafter.
             prompts: sent otherwise than those of the run; None: those.
             measure: measures them.
 

@@ -29,8 +29,6 @@ class TriedReading:
 
     Args:
         changed: values of the conventions that differ from the reading in use; empty of that itself.
-        label: describes them.
-        reading: of the drafter.
         texts: what the drafter predicted under it; None where it could not be measured.
         error: why not.
         gain: the expected tau minus that of the reading in use, paired by prompt.

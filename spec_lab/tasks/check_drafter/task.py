@@ -190,7 +190,6 @@ def explained(expect: float, tried: Sequence[TriedReading], best: TriedReading) 
     Args:
         expect: the published tau.
         tried: all readings, that in use first.
-        best: of the drafter.
     """
     used = tried[0].tau
     if used.low <= expect <= used.high:

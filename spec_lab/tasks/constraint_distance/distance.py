@@ -122,13 +122,8 @@ class Sampler:
     """Samples the masked distribution and that of valid outputs of one request, by speculative decoding.
 
     Args:
-        target: the model.
-        proposer: drafts.
         verifier: lossless.
-        applied: the constraint.
-        request: what is sampled.
         sampler: of ``learned.SAMPLERS``.
-        seed: of all choices.
         batch_size: outputs decoded together; what is learned from them serves the next batch.
     """
 
@@ -204,7 +199,6 @@ def estimate(sampler: Sampler, samples: int, max_attempts: int) -> dict[str, Any
     """Return the entry of ``summary.json``: distances with 95 % bootstrap intervals over samples.
 
     Args:
-        sampler: of the request.
         samples: outputs of each distribution.
         max_attempts: attempts at outputs of p(x | valid).
     """

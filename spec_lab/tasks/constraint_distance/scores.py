@@ -81,8 +81,6 @@ class Scores:
     vocabulary. Where another token follows a text later, its row is computed again.
 
     Args:
-        target: computes them.
-        constraint: allows tokens.
         request: its prompt and sampling.
         may_follow: returns which of the allowed tokens ``[n]`` may follow a text (``ExpectedFutures.may_follow``).
     """

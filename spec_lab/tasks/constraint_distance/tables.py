@@ -65,7 +65,6 @@ def row(number: int, entry: Mapping[str, Any]) -> Rows:
     """Return the row of a finished prompt.
 
     Args:
-        number: of the request.
         entry: its entry of ``summary.json``.
     """
     facts = {"prompt": entry["prompt"], "method": entry["method"], "entry": json.dumps(entry)}

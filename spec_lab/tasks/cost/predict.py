@@ -154,7 +154,6 @@ def predicted_speedups(cost: Cost, tables: Tables, arm: str, baseline: str = "ba
 
     Args:
         cost: measured costs, at the run's temperature.
-        tables: the run's rows.
         arm: name of the speculative arm.
         baseline: name of the autoregressive arm.
 

@@ -103,7 +103,6 @@ class Drafted:
         draft: one tree.
         p: ``[R, V]`` the target probabilities of its rows, valid until the next draft.
         key: (request, branch, step) of the choices made here.
-        info: of the step.
         broken: the error of the step; empty for none.
     """
 
@@ -185,11 +184,8 @@ def of_prompt(
     """Return the row of the prompt's recorded text, the rows of all drafts along it, and those of ``replay``.
 
     Args:
-        lab: the parts.
         proposers: by arm.
         verifiers: by arm and name, as ``pairs`` returns them.
-        request: the prompt.
-        seed: of all choices.
         every: tokens between two drafts.
         repeats: how often each verification is timed.
         record: what is recorded of each draft.
