@@ -318,11 +318,7 @@ def mode_config(config: DictConfig, mode: Any) -> DictConfig:
 
 
 def _option(group: str, name: str, options: Mapping[str, Any]) -> DictConfig:
-    """Return the config of a file of ``conf/`` with other values of its options.
-
-    Raises:
-        ValueError: there is no such file, or no such option.
-    """
+    """Return the config of a file of ``conf/`` with other values of its options."""
     file = Path(conf(), group, f"{name}.yaml")
     if not file.is_file():
         names = ", ".join(sorted(each.stem for each in file.parent.glob("*.yaml")))

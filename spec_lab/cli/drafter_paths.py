@@ -72,11 +72,7 @@ def check_drafters(config: DictConfig) -> None:
 
 
 def _sizes(target: Mapping[str, Any]) -> ModelSizes | None:
-    """Return the sizes of the target that a config names; None of one that this package does not load.
-
-    Raises:
-        OSError, ValueError: they cannot be read.
-    """
+    """Return the sizes of the target that a config names; None of one that this package does not load."""
     kind, path = target.get("_target_"), str(target.get("path"))
     path = smollm2_file() if kind == SMOLLM2 else path
     if kind in (GGUF, SMOLLM2) or (kind == TARGET and path.endswith(".gguf")):

@@ -169,9 +169,6 @@ def _check_own(file: Path, folder: str, choice: str) -> None:
         file: it, if it exists.
         folder: of ``--config-dir``.
         choice: the override that names it.
-
-    Raises:
-        ValueError: Hydra cannot compose it; names the file.
     """
     if not file.exists():
         return

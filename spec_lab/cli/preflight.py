@@ -249,11 +249,7 @@ def check_name(given: Any) -> None:
 
 
 def _check_folders(config: DictConfig, option: str) -> list[Path]:
-    """Check ``output_dir``, and Hydra's option where it names another folder; return those that are missing.
-
-    Raises:
-        SystemExit: one cannot be written to, or is not empty and holds no run.
-    """
+    """Check ``output_dir``, and Hydra's option where it names another folder; return those that are missing."""
     out, hydra_dir = config.get("output_dir"), OmegaConf.select(config, option)
     missing = check_writable(out) + (check_writable(hydra_dir, option) if str(hydra_dir) != str(out) else [])
     writes = OmegaConf.select(config, "task._target_") not in (CHECK, STREAM)

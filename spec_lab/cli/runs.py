@@ -150,11 +150,7 @@ def _line(words: Sequence[str]) -> list[str]:
 
 
 def _run(line: list[str]) -> Run:
-    """Compose and run a checked command line.
-
-    Raises:
-        SystemExit: its code is the message of a refusal.
-    """
+    """Compose and run a checked command line."""
     line = checked_line(line)
     given, unknown = get_args_parser().parse_known_args(line)
     prints = given.help or given.hydra_help or given.cfg or given.info or given.shell_completion

@@ -130,11 +130,7 @@ def check(config: DictConfig) -> None:
 
 
 def _check_comparable(study: Any, searched: Mapping[str, Any], given: Sequence[str]) -> None:
-    """Check that new trials can be compared with those of the study.
-
-    Raises:
-        ValueError: they differ in an option that is not searched, or in the choices of one that is.
-    """
+    """Check that new trials can be compared with those of the study."""
     from optuna.distributions import check_distribution_compatibility
     from optuna.trial import TrialState
 
@@ -160,11 +156,7 @@ def _check_comparable(study: Any, searched: Mapping[str, Any], given: Sequence[s
 
 
 def _space(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the distributions of the options that are searched, by name, and the overrides that all trials share.
-
-    Raises:
-        ValueError: Optuna is not installed; nothing is searched, or an option that cannot be.
-    """
+    """Return the distributions of the options that are searched, by name, and the overrides that all trials share."""
     _installed()
     params = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
     searched: dict[str, Any] = {}
@@ -185,11 +177,7 @@ def _space(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _distribution(override: Override) -> Any:
-    """Return Optuna's distribution for a swept override: intervals and ranges of numbers, or a list of choices.
-
-    Raises:
-        ValueError: it has no values.
-    """
+    """Return Optuna's distribution for a swept override: intervals and ranges of numbers, or a list of choices."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value: Any = override.value()
@@ -326,11 +314,7 @@ def _requeue(study: Any, config: DictConfig, out: Path) -> int:
 
 
 def _sampler(named: DictConfig, tried: int) -> Any:
-    """Build the sampler. Its seed is moved by the number of trials so far: the same seed would repeat the same draws.
-
-    Raises:
-        ValueError: it cannot be built, or is not a sampler of Optuna.
-    """
+    """Build the sampler. Its seed is moved by the number of trials so far: the same one would repeat the same draws."""
     optuna = _installed()
     seed = named.get("seed")
     try:
@@ -375,11 +359,7 @@ def print_best(config: DictConfig) -> None:
 
 
 def _installed() -> Any:
-    """Return Optuna.
-
-    Raises:
-        ValueError: it is not installed; names the extra that installs it.
-    """
+    """Return Optuna."""
     try:
         import optuna
         import optuna.storages.journal  # since Optuna 4
@@ -392,11 +372,7 @@ def _installed() -> Any:
 
 
 def _study(config: DictConfig) -> Any:
-    """Return the study in ``study.jsonl``, made if there is none.
-
-    Raises:
-        ValueError: the file cannot be read, or the study began with the other direction.
-    """
+    """Return the study in ``study.jsonl``, made if there is none."""
     optuna = _installed()
     options, file = config.hydra.sweeper, Path(config.hydra.sweep.dir, "study.jsonl")
     no_lock = SimpleNamespace(acquire=lambda: True, release=lambda: None)  # ``_locked`` excludes other processes
@@ -418,11 +394,7 @@ def _study(config: DictConfig) -> Any:
 
 
 def _cut_unfinished_line(file: Path) -> None:
-    """Remove a last line without line feed, which a crash or a full disk may leave.
-
-    Raises:
-        ValueError: the file is not a journal.
-    """
+    """Remove a last line without line feed, which a crash or a full disk may leave."""
     text = file.read_bytes() if file.exists() else b""
     begins = b'{"op_code":'
     if not text.startswith(begins[: len(text)]):
@@ -441,11 +413,7 @@ def _best(study: Any) -> Any | None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Exclude other processes from the search in ``out`` while inside.
-
-    Raises:
-        ValueError: another process searches there.
-    """
+    """Exclude other processes from the search in ``out`` while inside."""
     try:
         lock = FileLock(out / ".search.lock").acquire(blocking=False)
     except Timeout as error:

@@ -39,11 +39,7 @@ def refuse(error: object) -> int:
 
 
 def _check_there(folders: Sequence[Path]) -> None:
-    """Refuse folders that do not exist, before anything is imported that takes a while.
-
-    Raises:
-        ValueError: names the first.
-    """
+    """Refuse folders that do not exist, before anything is imported that takes a while."""
     for folder in folders:
         if not folder.exists():
             raise ValueError(f"{folder} does not exist: name the output directory of a run or sweep")
@@ -198,11 +194,7 @@ ROOFLINE = ("hardware", "model", "draft", "dtype", "experts", "runtime")
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    """Return whole numbers from 1 on that are written with commas, ascending.
-
-    Raises:
-        ValueError: something else is written; names the option.
-    """
+    """Return whole numbers from 1 on that are written with commas, ascending."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,6}", part, re.ASCII) for part in parts):
         raise ValueError(f"{option} must be whole numbers from 1 on with commas, such as 1,2,4 (got {text})")
@@ -210,11 +202,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _write_table(file: Path, text: str) -> None:
-    """Write a table to ``file``: a regular file is replaced atomically; /dev/stdout is possible.
-
-    Raises:
-        OSError: it cannot be written, or is a pipe that no process reads; names the file.
-    """
+    """Write a table to ``file``: a regular file is replaced atomically; /dev/stdout is possible."""
     if not file.exists() or file.is_file():
         return write_text(file, text)
     try:

@@ -201,11 +201,7 @@ def combine(
 
 
 def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **options: Any) -> Constraint:
-    """Return a constraint of a kind, compiled from ``source`` by an engine.
-
-    Raises:
-        ValueError: an unknown engine or option, a source that does not compile.
-    """
+    """Return a constraint of a kind, compiled from ``source`` by an engine."""
     load = vars(_engine(engine))[kind]
     unknown = sorted(options.keys() - signature(load).parameters.keys())
     if unknown:

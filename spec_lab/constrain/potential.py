@@ -150,11 +150,7 @@ NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 def _alive(prefixes: Prefixes) -> Prefixes:
-    """The same without the nodes from which no valid output is reached.
-
-    Raises:
-        ConstraintError: none is left.
-    """
+    """The same without the nodes from which no valid output is reached."""
     alive = np.zeros(len(prefixes) + 1, dtype=bool)
     alive[END] = True
     for node in reversed(range(len(prefixes))):

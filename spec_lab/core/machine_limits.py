@@ -137,11 +137,7 @@ def cache_bytes(device: torch.device, caches: Path = CACHES) -> int | None:
 
 
 def _cache(folder: Path) -> tuple[int, int, str] | None:
-    """Return level, bytes and sharing cores of a cache; None of one that holds instructions only.
-
-    Raises:
-        OSError, ValueError: it is not described.
-    """
+    """Return level, bytes and sharing cores of a cache; None of one that holds instructions only."""
     if (folder / "type").read_text().strip() == "Instruction":
         return None
     size = re.fullmatch(r"(\d+)([KMG]?)", (folder / "size").read_text().strip())

@@ -280,11 +280,7 @@ def settle(committed: Sequence[tuple[SequenceState, Committed]], arm: Arm) -> No
 
 
 def _check_tokens(draft: Draft, vocabulary: int) -> None:
-    """Refuse draft tokens that the target does not have. Not on a GPU, where looking would wait for it.
-
-    Raises:
-        ValueError: names such a token.
-    """
+    """Refuse draft tokens that the target does not have. Not on a GPU, where looking would wait for it."""
     if draft.array is None:
         return
     low, high = draft.array.min(), draft.array.max()

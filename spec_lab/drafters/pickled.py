@@ -193,12 +193,7 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _check_archive(file: Path) -> None:
-    """Refuse what is no archive of plain tensors, before anything is loaded.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: a reason.
-    """
+    """Refuse what is no archive of plain tensors, before anything is loaded."""
     with open_regular(file) as stream:
         try:
             archive = zipfile.ZipFile(stream)
@@ -224,11 +219,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _names(pickle: bytes) -> set[str]:
-    """Return the names that a pickle refers to, as "module name"; it is not executed.
-
-    Raises:
-        ValueError: it is no pickle of torch.save's protocol 2.
-    """
+    """Return the names that a pickle refers to, as "module name"; it is not executed."""
     names = set()
     for opcode, argument, _ in pickletools.genops(io.BytesIO(pickle)):
         if opcode.name == "GLOBAL":
@@ -267,11 +258,7 @@ def layout_of(held: Collection[str]) -> Layout | None:
 
 
 def _check_layout(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """The name of the layout.
-
-    Raises:
-        ValueError: none that is known, or a tensor is missing, surplus or misshapen; names it.
-    """
+    """The name of the layout."""
     held = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in tensors.items()}
     layout = layout_of(held) if len(held) == len(tensors) else None
     if layout is None:

@@ -364,11 +364,7 @@ def _described(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(file: Path, name: str, value: Any) -> None:
-    """Refuse values that no config of a model has.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse values that no config of a model has."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
         for key, item in items:

@@ -156,11 +156,7 @@ def _write(file: GGUFFile, folder: Path, config: Mapping[str, Any], names: Mappi
 
 
 def _check_room(file: GGUFFile, folder: Path, shards: list[list[str]]) -> None:
-    """Refuse to write more than there is room for.
-
-    Raises:
-        OSError: states both.
-    """
+    """Refuse to write more than there is room for."""
     size = sum(_nbytes(file.tensors[tensor]) for shard in shards for tensor in shard)
     size -= sum(part.stat().st_size for part in folder.glob("*.safetensors"))
     if size > (free := shutil.disk_usage(folder).free):
@@ -216,11 +212,7 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 
 
 def _names(file: GGUFFile) -> dict[str, str]:
-    """Return transformers' name of each tensor, but ``rope_freqs.weight``.
-
-    Raises:
-        Unsupported: a tensor that is not known.
-    """
+    """Return transformers' name of each tensor, but ``rope_freqs.weight``."""
     modules = {ours: module for module, ours in PARTS.items()}
     names = {}
     for tensor in file.tensors:
@@ -288,11 +280,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope(file: GGUFFile, fields: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return ``rope_parameters``.
-
-    Raises:
-        Unsupported: a kind of scaling that is not read, or factors of frequencies that are not Llama 3's.
-    """
+    """Return ``rope_parameters``."""
     unnamed = "linear" if fields.get("rope.scaling.factor") else "none"  # as llama.cpp reads a factor without a type
     kind, theta = fields.get("rope.scaling.type", unnamed), _number(file, "rope.freq_base", 10000.0)
     if "rope_freqs.weight" in file.tensors:
@@ -338,11 +326,7 @@ def rope_factors(rope: Mapping[str, Any], width: int) -> np.ndarray:
 
 
 def _number(file: GGUFFile, name: str, default: float | None = None) -> float:
-    """Return a positive number of the architecture's metadata.
-
-    Raises:
-        Unsupported: it is none.
-    """
+    """Return a positive number of the architecture's metadata."""
     value = file.metadata.get(f"{file.architecture}.{name}", default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         _refuse(file, f"{file.architecture}.{name}", value, "it must be a positive number")

@@ -136,11 +136,7 @@ def convert(
 
 
 def _refuse_by_name(file: Path, config: Any) -> None:
-    """Refuse models that llama.cpp's architectures do not describe.
-
-    Raises:
-        Unsupported: names the field of ``file``.
-    """
+    """Refuse models that llama.cpp's architectures do not describe."""
 
     def refuse(name: str, value: Any, why: str) -> None:
         raise Unsupported(f"{file}: {name} {brief(value)} cannot be written as GGUF: {why}")
@@ -185,11 +181,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _own_dtype(path: str, tensors: Mapping[str, Any]) -> str:
-    """Return the data type of a file that holds the checkpoint's numbers as they are.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the data type of a file that holds the checkpoint's numbers as they are."""
     held = tensors["model.embed_tokens.weight"].get_dtype() if "model.embed_tokens.weight" in tensors else "none"
     if held not in OWN_DTYPES:
         raise ValueError(f"the embedding of {path} has the data type {held}; give --dtype")
@@ -197,12 +189,7 @@ def _own_dtype(path: str, tensors: Mapping[str, Any]) -> str:
 
 
 def _plan(path: str, described: Any, tensors: Mapping[str, Any], dtype: str) -> list[_Planned]:
-    """Return the tensors of the file, in the order in which they are stored.
-
-    Raises:
-        ValueError: the checkpoint lacks a tensor, or its shape is not that of the model.
-        Unsupported: the model has a tensor that llama.cpp's architecture does not have.
-    """
+    """Return the tensors of the file, in the order in which they are stored."""
     gguf, config = gguf_package(), described.config
     planned = []
     for source, parameter in described.state_dict().items():
@@ -230,11 +217,7 @@ def _plan(path: str, described: Any, tensors: Mapping[str, Any], dtype: str) -> 
 
 
 def _numbers(path: str, planned: list[_Planned], tensors: Mapping[str, Any]) -> Iterator[np.ndarray]:
-    """Yield the numbers of each tensor in its data type.
-
-    Raises:
-        ValueError: a number is not finite in it.
-    """
+    """Yield the numbers of each tensor in its data type."""
     gguf = gguf_package()
     for tensor in planned:
         full = tensors[tensor.source][:].to(torch.float32)

@@ -339,11 +339,7 @@ def _size(name: str, shape: tuple[int, ...], kind: int) -> int:
 
 
 def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> GGUFFile:
-    """Return the file if it describes a whole language model.
-
-    Raises:
-        ValueError: it is one part of several, holds no weights, or lacks what every model has.
-    """
+    """Return the file if it describes a whole language model."""
     file = GGUFFile(path, metadata, tensors)
     if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
         raise Unsupported(
@@ -375,9 +371,6 @@ def _check_kinds(file: GGUFFile) -> None:
     """Refuse data types for which llama.cpp ends the process: at the first forward, by a signal.
 
     It adds and multiplies by norms, biases and other vectors in float32 only.
-
-    Raises:
-        Unsupported: names the tensor, its type and the file.
     """
     for name, info in file.tensors.items():
         kind = info.type_name

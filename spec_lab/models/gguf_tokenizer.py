@@ -314,11 +314,7 @@ def _token_types(file: GGUFFile) -> list[int]:
 
 
 def _check_tokens(file: GGUFFile, tokenizer: Any, source: str) -> None:
-    """Refuse a tokenizer whose tokens are not those of the file.
-
-    Raises:
-        ValueError: names the first token that differs.
-    """
+    """Refuse a tokenizer whose tokens are not those of the file."""
     types = _token_types(file)
     known = {number: token for token, number in tokenizer.get_vocab().items()}
     for number, token in enumerate(file.tokens or ()):

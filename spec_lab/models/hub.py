@@ -152,11 +152,7 @@ class CheckpointFiles:
             self.fetch(name)
 
     def _check_room(self, names: Sequence[str]) -> None:
-        """Log how much is downloaded, and refuse more than the disk has room for.
-
-        Raises:
-            OSError: states both.
-        """
+        """Log how much is downloaded, and refuse more than the disk has room for."""
         missing = {name: (self.sizes or {}).get(name, 0) for name in names if not (self.folder / name).exists()}
         if not (size := sum(missing.values())):
             return

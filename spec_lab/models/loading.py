@@ -166,12 +166,7 @@ def describe(
 def _quantization(
     folder: Path, asked: Quantization | None, where: torch.device, dtype: str, tensor_parallel: bool
 ) -> Quantization | None:
-    """Return how the model of a checkpoint is quantized.
-
-    Raises:
-        ValueError, Unsupported: as in ``quantization.carried``; a quantized checkpoint that is to be quantized, or is
-            split over ranks.
-    """
+    """Return how the model of a checkpoint is quantized."""
     config = checkpoint.read_quantization(folder)
     if asked is not None and config is not None:
         raise ValueError(
@@ -205,12 +200,7 @@ def read_texts(path: str, checked: CheckedCheckpoint) -> tuple[Any, list[int]]:
 
 
 def _describe(path: str, folder: Path, config: Any) -> Any:
-    """Return the model that a config describes on torch's meta device, where it needs no memory.
-
-    Raises:
-        OSError: no weight files, or corrupt ones.
-        ValueError: the config describes no causal LM, or one much larger than its weight files.
-    """
+    """Return the model that a config describes on torch's meta device, where it needs no memory."""
     with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
         held, count = sum(math.prod(tensor.get_shape()) for tensor in tensors.values()), len(tensors)
     checkpoint.check_counts(folder, checkpoint.read_config(folder), count)
@@ -240,9 +230,6 @@ def _read_weights(
         threads: for torch to use; None leaves the number as it is.
         sha256: ``weights_hash`` on rank 0, with which the other ranks compare theirs.
         revision: commit of a hub name.
-
-    Raises:
-        OSError: the weights differ from those of rank 0; otherwise errors as in ``Target.load``.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -335,11 +322,7 @@ def _of_the_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _record(path: str, checked: CheckedCheckpoint, model: Any, facts: dict[str, Any]) -> None:
-    """Keep how a model is quantized in its config, and how much of it.
-
-    Raises:
-        Unsupported: its LM head is quantized, or nothing is that was to be quantized.
-    """
+    """Keep how a model is quantized in its config, and how much of it."""
     head = getattr(model.get_output_embeddings(), "weight", None)
     if not (isinstance(head, torch.Tensor) and type(head.data) is torch.Tensor and head.is_floating_point()):
         raise Unsupported(f"{path} is not supported: its LM head is quantized")

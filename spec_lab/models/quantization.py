@@ -250,11 +250,7 @@ def own_config(quantization: Quantization, dtype: torch.dtype) -> dict[str, Any]
 
 
 def _require(asked: str, package: str, where: torch.device) -> None:
-    """Refuse a method without its packages.
-
-    Raises:
-        Unsupported: one is missing or too old; the message states what to install.
-    """
+    """Refuse a method without its packages."""
     wanted = PACKAGES[package]
     if wrong := [f"{name} {oldest} or newer" for name, oldest in wanted if not _newer(name, oldest)]:
         extra = EXTRAS.get(package)
@@ -276,11 +272,7 @@ def _newer(name: str, oldest: str) -> bool:
 
 
 def _check_dtype(asked: str, method: str, where: torch.device, dtype: str) -> None:
-    """Refuse a data type for which the method has no kernels.
-
-    Raises:
-        ValueError: names the data types that it has.
-    """
+    """Refuse a data type for which the method has no kernels."""
     allowed: tuple[str, ...] = ()
     if method in ("gptq", "awq"):
         allowed = ("float16",) if where.type == "cuda" and method == "awq" else ("float16", "bfloat16", "float32")
@@ -293,11 +285,7 @@ def _check_dtype(asked: str, method: str, where: torch.device, dtype: str) -> No
 
 
 def _check_names(file: Path, field_name: str, value: Any) -> None:
-    """Refuse names of modules that are no short strings, or patterns whose matching could take very long.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse names of modules that are no short strings, or patterns whose matching could take very long."""
     if not isinstance(value, list) or not all(isinstance(name, str) and len(name) <= PATTERN for name in value):
         raise ValueError(
             f"{file}: quantization_config.{field_name} must be a list of names of at most {PATTERN} characters, not "
@@ -312,11 +300,7 @@ def _check_names(file: Path, field_name: str, value: Any) -> None:
 
 
 def _groups(file: Path, fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the groups of a compressed-tensors config.
-
-    Raises:
-        ValueError: they are malformed.
-    """
+    """Return the groups of a compressed-tensors config."""
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"{file}: quantization_config.config_groups must map names to groups, not {brief(groups)}")

@@ -107,11 +107,7 @@ def _check(
 
 
 def _refuse_failing_model(model: Any, kind: str) -> None:
-    """Refuse a model that transformers itself cannot compute.
-
-    Raises:
-        Unsupported: its plain forward fails.
-    """
+    """Refuse a model that transformers itself cannot compute."""
     try:
         plain_forward(model, [[0]])
     except FAILURES as failure:

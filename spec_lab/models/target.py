@@ -241,11 +241,7 @@ class Target:
 
 
 def _fuse_checked(model: Any, check: Callable[[], Checked]) -> Checked:
-    """Return a model's check; of its modules as transformers computes them if it passes so only (``models.fused``).
-
-    Raises:
-        Unsupported: it fails either way.
-    """
+    """Return a model's check; of its modules as transformers computes them if it passes so only (``models.fused``)."""
     try:
         return check()
     except Unsupported as refusal:
@@ -271,9 +267,6 @@ def _pack_checked(
     """Pack a model's linear layers, and return its ``checked``; unpacked if it passes so only.
 
     Code of a model may read the weights itself, and kernels of packed layers may be wrong.
-
-    Raises:
-        Unsupported: it fails the self-check.
     """
     pack(model)
     try:

@@ -210,11 +210,7 @@ class Link:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Run a call on every rank. If it fails on all, they continue; if on some, those end, torchrun ends the rest.
-
-        Raises:
-            RuntimeError: an interruption ended an earlier call half-way.
-        """
+        """Run a call on every rank. If it fails on all, they continue; if on some, those end and torchrun the rest."""
         if not self.in_step:
             raise RuntimeError("the ranks have diverged since a call was interrupted: start the command again")
         self.in_step, self._inside = False, True

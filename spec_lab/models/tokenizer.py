@@ -54,11 +54,7 @@ def read_tokenizer(path: str, folder: Path, config: Any) -> Any:
 
 
 def _check_tokenizer_class(name: Any) -> None:
-    """Refuse the name of any class of transformers that is no tokenizer: its ``from_pretrained`` could read pickles.
-
-    Raises:
-        ValueError: the class is no tokenizer.
-    """
+    """Refuse the name of any class of transformers that is no tokenizer: its ``from_pretrained`` could read pickles."""
     if name is None:
         return
     if not isinstance(name, str):

@@ -88,11 +88,7 @@ def _headers(files: Sequence[Path], asked: str) -> dict[str, dict[str, Any]]:
 
 
 def _check_types(where: str, value: Any, depth: int = 0) -> None:
-    """Refuse data types that torch does not have; torchao looks names up in torch itself.
-
-    Raises:
-        ValueError: names it.
-    """
+    """Refuse data types that torch does not have; torchao looks names up in torch itself."""
     if depth > DEPTH:
         raise ValueError(f"{where}: nested more than {DEPTH} levels deep")
     if isinstance(value, list):

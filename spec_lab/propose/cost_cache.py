@@ -99,11 +99,7 @@ class CostCache:
         return self.folder / "step_costs" / f"{digest[:32]}.json"
 
     def _read(self, conditions: Mapping[str, Any], sizes: Sequence[int], oldest: datetime) -> StepCosts | None:
-        """The costs that are kept; None where there are none, or only older ones.
-
-        Raises:
-            ValueError: the file cannot be used; the message states why.
-        """
+        """The costs that are kept; None where there are none, or only older ones."""
         file = self._file(conditions)
         try:
             value = None if file is None else read_json(file, LARGEST)
@@ -165,11 +161,7 @@ class CostCache:
 
 
 def _parse(value: Any, conditions: Mapping[str, Any], sizes: Sequence[int]) -> StepCosts:
-    """Costs from what a file holds.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Costs from what a file holds."""
     if not isinstance(value, dict) or not isinstance(value.get("costs"), dict):
         raise ValueError("it holds no step costs")
     if value.get("conditions") != conditions:
@@ -190,11 +182,7 @@ def _parse(value: Any, conditions: Mapping[str, Any], sizes: Sequence[int]) -> S
 
 
 def _number(value: Any, minimum: float = 1e-9) -> float:
-    """``value``, if it is a number from ``minimum`` to a million.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """``value``, if it is a number from ``minimum`` to a million."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= 1e6:
         raise ValueError("not a number in range")
     return float(value)

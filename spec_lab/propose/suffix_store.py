@@ -201,11 +201,7 @@ def _array(file: Path, sha256: str) -> np.ndarray:
 def _check(
     folder: Path, facts: dict[str, Any], tokens: np.ndarray, order: np.ndarray, first: np.ndarray, vocabulary: int
 ) -> None:
-    """Check that the arrays are those of a store, and its tokens those of a target.
-
-    Raises:
-        ValueError: names the file and what is wrong.
-    """
+    """Check that the arrays are those of a store, and its tokens those of a target."""
     separator, count = facts["vocabulary"], facts["positions"]
     expected = {
         TOKENS: (tokens, (facts["tokens"],), token_dtype(separator)),

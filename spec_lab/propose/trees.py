@@ -84,11 +84,7 @@ def parse(text: TreeText) -> Choices:
 
 
 def _published(name: str) -> str:
-    """Return the paths of a published tree.
-
-    Raises:
-        ValueError: no published tree has that name; lists the names nearest to it.
-    """
+    """Return the paths of a published tree."""
     known = json.loads(Path(__file__).with_name("published_trees.json").read_text(encoding="utf-8"))
     if name not in known:
         near = get_close_matches(name, known, 3, 0.5)

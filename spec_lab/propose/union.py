@@ -202,11 +202,7 @@ def _forest(tries: Sequence[Trie]) -> tuple[Shape, np.ndarray]:
 
 
 def _without_nodes(draft: Draft) -> Draft:
-    """Return the rows of a draft that are computed only.
-
-    Raises:
-        ValueError: some of them are below nodes, which a union may merge or drop.
-    """
+    """Return the rows of a draft that are computed only."""
     extra, nodes, roots = draft.computed_only, draft.shape.nodes, draft.shape.roots
     assert extra is not None
     if ((extra.parent >= roots) & (extra.parent < roots + nodes)).any():

@@ -66,11 +66,7 @@ def verifier_of(text: str) -> Verifier:
 
 
 def _class(path: str) -> type[Verifier]:
-    """Return the class of a verifier of one's own, by its import path.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the class of a verifier of one's own, by its import path."""
     module, _, name = path.rpartition(".")
     if not module:
         raise ValueError(

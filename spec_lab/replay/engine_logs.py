@@ -234,9 +234,6 @@ def _counted(
         name: of the histogram.
         histogram: of each number of accepted drafted tokens from 0, the steps that accepted it.
         steps, accepted: what the response states besides, by its name: number of steps, accepted tokens.
-
-    Raises:
-        ValueError: it is no histogram, or what is stated is something else.
     """
     if not isinstance(histogram, list) or len(histogram) > MAX_DRAFTED + 1:
         raise ValueError(f"{name} must be a list of at most {MAX_DRAFTED + 1} counts, not {brief(histogram)}")

@@ -331,20 +331,13 @@ def _refuse(wrong: np.ndarray, name: np.ndarray, column: str, why: str) -> None:
         wrong: ``[R]`` rows that are.
         name: ``[R]`` their ids.
         why: what is wrong there.
-
-    Raises:
-        ValueError: a row is wrong; names the first.
     """
     if wrong.any():
         raise ValueError(f"replay.parquet is damaged: row {name[wrong.argmax()]}, column {column}: {why}; {AGAIN}")
 
 
 def _unpacked(frame: pd.DataFrame, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids, p and q ``[R, W]`` of the rows, and which have a q ``[R]``.
-
-    Raises:
-        ValueError: bytes of other lengths, or more tokens than the vocabulary has; names row and column.
-    """
+    """Return ids, p and q ``[R, W]`` of the rows, and which have a q ``[R]``."""
     name = frame["id"].to_numpy()
     packed = {column: frame[column].to_numpy() for column in ("ids", "p", "q")}
     size = {column: np.array([*map(len, cells)], dtype=np.int64) for column, cells in packed.items()}
@@ -367,11 +360,7 @@ def _unpacked(frame: pd.DataFrame, vocabulary: int) -> tuple[np.ndarray, np.ndar
 def _check_mass(
     name: np.ndarray, ids: np.ndarray, p: np.ndarray, q: np.ndarray, rest: np.ndarray, vocabulary: int
 ) -> None:
-    """Refuse rows that hold no distributions; shapes are those of ``RecordedTrees``.
-
-    Raises:
-        ValueError: a row; names row and column.
-    """
+    """Refuse rows that hold no distributions; shapes are those of ``RecordedTrees``."""
     _refuse(np.asarray((ids >= vocabulary).any(1)), name, "ids", f"a token is not below the vocabulary, {vocabulary}")
     ordered = np.sort(ids, 1)
     _refuse(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1), name, "ids", "a token occurs twice")

@@ -159,11 +159,7 @@ def queued(folder: Path) -> dict[str, Any] | None:
 
 
 def _queued(folder: Path) -> dict[str, Any] | None:
-    """Return the record that ``queued`` returns.
-
-    Raises:
-        Unreadable: the file is not what ``queue`` writes.
-    """
+    """Return the record that ``queued`` returns."""
     known = read_shaped(folder / "queued.json", QUEUED, "does not record how the run's job ended")
     return known and {"failure": known.pop("lost", ""), **known}
 
@@ -209,11 +205,7 @@ def ended(folder: Path) -> dict[str, Any] | None:
 
 
 def _running(folder: Path) -> bool:
-    """Return whether a process holds the run's lock.
-
-    Raises:
-        Unreadable: its lock cannot be opened.
-    """
+    """Return whether a process holds the run's lock."""
     lock = folder / ".lock"
     if not os.path.lexists(lock):
         return False

@@ -236,9 +236,6 @@ def _unpacked(layer: Any) -> Tensor | None:
 
     Returns:
         None of a plain layer: its weight is read in every forward.
-
-    Raises:
-        NotImplementedError: it has a bias, which cannot be absorbed.
     """
     if layer.bias is not None:
         raise NotImplementedError("its latent attention has a bias in kv_b_proj")

@@ -110,11 +110,7 @@ class CausalLM(DraftRunner):
 
     @staticmethod
     def _use_attention(model: Any, dense: bool) -> None:
-        """Let a model compute attention over cells, or with a mask.
-
-        Raises:
-            NotImplementedError: its code cannot.
-        """
+        """Let a model compute attention over cells, or with a mask."""
         known = "transformers.modeling_utils" in sys.modules  # else it is a toy, which needs no registration
         wanted = own_attention(model) if dense else spans() if known else SPANS
         attends = len(layers_without_cells(model.config)) < model.config.num_hidden_layers

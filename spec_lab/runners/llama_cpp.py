@@ -357,11 +357,7 @@ class LlamaCpp(LlamaRunner, DraftRunner):
         return min(kept, key=lambda sequence: sequence.kept, default=None)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
-        """A free id. If none is free, other sequences give back those that they do not need now, and kept copies all.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """A free id. If there is none, sequences give back those that they do not need now, and kept copies all."""
         if not self.context.has_ids:
             needed = dict(zip(every, paths, strict=True))
             for sequence in self.sequences:

@@ -56,11 +56,7 @@ class LlamaRunner(Runner):
         self.context.close()
 
     def _require_ready(self, prepared: object) -> None:
-        """Refuse a forward that was prepared before another one.
-
-        Raises:
-            RuntimeError: another forward was prepared since.
-        """
+        """Refuse a forward that was prepared before another one."""
         if prepared is not self._ready:
             raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
 

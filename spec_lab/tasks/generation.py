@@ -176,11 +176,7 @@ def _is_conversation(given: Any) -> bool:
 
 
 def _named(number: int, given: Any) -> Prompt:
-    """Return a text, messages or a ``Prompt`` as a prompt.
-
-    Raises:
-        ValueError: it is something else, or the messages are malformed.
-    """
+    """Return a text, messages or a ``Prompt`` as a prompt."""
     if isinstance(given, Prompt):
         return given
     if _is_conversation(given):

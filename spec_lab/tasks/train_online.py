@@ -245,11 +245,7 @@ class _Online:
     def _served(
         self, arm: str, drafter: Proposer, requests: Sequence[Request], number: int
     ) -> tuple[list[AnsweredText], Rows]:
-        """Serve the requests of a round; return the texts with their answers, and the rows of the steps.
-
-        Raises:
-            ValueError: an answer broke.
-        """
+        """Serve the requests of a round; return the texts with their answers, and the rows of the steps."""
         size = self.settings.batch_size
         loop = self.lab.arm(replace(self.settings, record="none"), drafter, Token())
         texts, rows = list[AnsweredText](), list[dict[str, Any]]()

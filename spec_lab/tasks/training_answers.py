@@ -209,11 +209,7 @@ def known_answers(lab: Lab, settings: Settings, config: Mapping[str, Any], path:
 
 
 def _writer(lab: Lab, generate: str | None) -> Target:
-    """Return the target that writes answers.
-
-    Raises:
-        ValueError: as in ``gguf.load``; a file with other tokens than the target's; "gguf" for another target.
-    """
+    """Return the target that writes answers."""
     if generate is None:
         return lab.target
     path = lab.target.gguf_file if generate == "gguf" else generate

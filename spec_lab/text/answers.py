@@ -145,9 +145,6 @@ def _pieces(
     What the model writes after its prompt is what the template writes after it. Where the template writes the prompt
     otherwise once there is an answer (an empty thought, or earlier thoughts that it removes), it is the answer's
     content with what follows it.
-
-    Raises:
-        ValueError: there is no answer, or the template does not write one; names it.
     """
     pieces = []
     for number, message in enumerate(messages):

@@ -181,11 +181,7 @@ def thinking_options(source: str) -> list[str]:
 
 
 def _check_read(source: str, options: Mapping[str, Any], tools: bool, named: str, where: str) -> None:
-    """Refuse tools and options that would have no effect.
-
-    Raises:
-        ValueError: names them; the template is none, or exceeds a limit of time or memory.
-    """
+    """Refuse tools and options that would have no effect."""
     try:
         known = _variables(source)
     except LimitExceeded as error:

@@ -224,11 +224,7 @@ def turns_of(record: Mapping[str, Any], key: str, where: str) -> list[str]:
 
 
 def _check_fields(record: Mapping[str, Any], where: str) -> None:
-    """Refuse several of ``messages``, ``turns`` and ``prompt``, and two system prompts.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse several of ``messages``, ``turns`` and ``prompt``, and two system prompts."""
     given = [name for name in ("messages", "turns", "prompt", "text") if record.get(name) is not None]
     if len(given) > 1:
         raise ValueError(
@@ -279,11 +275,7 @@ def conversation_of(record: Mapping[str, Any], where: str) -> tuple[list[Message
 
 
 def _messages(messages: Any, where: str) -> list[Message]:
-    """Return a recorded conversation that is to be answered.
-
-    Raises:
-        ValueError: it is none, or ends with an answer.
-    """
+    """Return a recorded conversation that is to be answered."""
     recorded = _recorded(messages, where)
     last = recorded[-1]
     if last["role"] not in ("user", "tool"):
@@ -293,11 +285,7 @@ def _messages(messages: Any, where: str) -> list[Message]:
 
 
 def _recorded(messages: Any, where: str) -> list[Message]:
-    """Return a recorded conversation.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a recorded conversation."""
     if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
         raise ValueError(f"{where}: 'messages' must be a list of 1 to {MAX_MESSAGES} objects with role and content")
     for number, message in enumerate(messages):
@@ -355,11 +343,7 @@ def _tools(tools: Any, named: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _check_depth(value: Any, named: str) -> None:
-    """Refuse too deep nesting, values that are not JSON's, and halves of surrogate pairs.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse too deep nesting, values that are not JSON's, and halves of surrogate pairs."""
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         item, depth = left.pop()

@@ -114,11 +114,7 @@ def load(
 
 
 def _check_parts(name: str, dataset: Dataset, path: str | None, subset: str | None, category: str | None) -> None:
-    """Refuse a subset or a category that a dataset does not have.
-
-    Raises:
-        ValueError: it has none, or others.
-    """
+    """Refuse a subset or a category that a dataset does not have."""
     if subset is not None and subset not in dataset.subsets:
         known = f"one of {', '.join(dataset.subsets)}" if dataset.subsets else f"null: {name} has no parts"
         raise WrongOption(f"subset must be {known} (got {brief(subset)})")
@@ -131,11 +127,7 @@ def _check_parts(name: str, dataset: Dataset, path: str | None, subset: str | No
 def _of_category(
     all_records: Iterable[tuple[str, int, dict[str, Any]]], field: str, category: str, file: str
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield the records of a category.
-
-    Raises:
-        ValueError: there are none; names those that there are.
-    """
+    """Yield the records of a category."""
     seen: dict[str, None] = {}
     for where, line, record in all_records:
         given = word(record, field, where)
@@ -149,12 +141,7 @@ def _of_category(
 
 
 def _local(name: str, dataset: Dataset, path: Any, subset: str | None) -> str:
-    """Return the file at ``path``, or that of the dataset in the folder, in the subset's folder where one is named.
-
-    Raises:
-        ValueError: no path.
-        OSError: there is none.
-    """
+    """Return the file at ``path``, or that of the dataset in the folder, in the subset's folder where one is named."""
     if not isinstance(path, str) or not path:
         raise WrongOption(f"path must name a file or a folder, or be null for the hub, not {brief(path)}")
     if not Path(path).is_dir():
@@ -169,11 +156,7 @@ def _local(name: str, dataset: Dataset, path: Any, subset: str | None) -> str:
 
 
 def _fetched(name: str, dataset: Dataset, revision: str | None, subset: str | None) -> str:
-    """Return the dataset's file in the hub's cache, after downloading it.
-
-    Raises:
-        OSError: it is not on the hub, or the hub cannot be reached.
-    """
+    """Return the dataset's file in the hub's cache, after downloading it."""
     if dataset.hub is None:
         raise FileNotFoundError(
             f"{name} is not on the hub: download {dataset.files[0]} from {dataset.page}, and set prompts.path to it"
@@ -207,11 +190,7 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 def _speed_bench(where: str, record: Mapping[str, Any], completes: bool) -> Question:
-    """Return a question of SPEED-Bench: ``question_id``, ``category``, and ``turns`` or ``messages`` of the user.
-
-    Raises:
-        ValueError: it is a placeholder, which NVIDIA's scripts fill from the sources.
-    """
+    """Return a question of SPEED-Bench: ``question_id``, ``category``, and ``turns`` or ``messages`` of the user."""
     sent = record.get("messages")
     if record.get("turns") is None and isinstance(sent, list):
         record = {**record, "turns": [message.get("content") if isinstance(message, Mapping) else message

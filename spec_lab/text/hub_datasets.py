@@ -73,11 +73,7 @@ def load(
 
 
 def _asked(record: Mapping[str, Any], column: str, where: str) -> tuple[list[str], str]:
-    """Return the user's messages of a row, and its system prompt, which may be empty.
-
-    Raises:
-        ValueError: it has none, or messages that cannot be sent; names the file and the row.
-    """
+    """Return the user's messages of a row, and its system prompt, which may be empty."""
     value = record.get(column)
     if not isinstance(value, list) or not any(isinstance(message, Mapping) for message in value):
         return (turns_of(record, column, where) if isinstance(value, list) else [text_of(record, column, where)]), ""
@@ -105,12 +101,7 @@ def _asked(record: Mapping[str, Any], column: str, where: str) -> tuple[list[str
 
 
 def _local(path: str, file: str | None, revision: str | None) -> str:
-    """Return the file at ``path``, or ``file`` in that folder.
-
-    Raises:
-        ValueError: options of a folder or of the hub are given; the folder has several files and none is named, or too
-            many to list.
-    """
+    """Return the file at ``path``, or ``file`` in that folder."""
     if revision is not None:
         raise WrongOption(f"revision is of a dataset of the hub, but {path} is local: set revision=null")
     if Path(path).is_file():
@@ -128,11 +119,7 @@ def _local(path: str, file: str | None, revision: str | None) -> str:
 
 
 def _chosen(names: list[str], file: str | None, path: str) -> str:
-    """Return ``file`` if it is one of the files that are read; None stands for the only one.
-
-    Raises:
-        WrongOption: there is no such file, none, or several.
-    """
+    """Return ``file`` if it is one of the files that are read; None stands for the only one."""
     readable = [name for name in names if name.endswith(ENDINGS)]
     if not readable:
         raise WrongOption(f"path={brief(path)} holds no {', '.join(ENDINGS)} file: convert its data to one of them")
@@ -145,12 +132,7 @@ def _chosen(names: list[str], file: str | None, path: str) -> str:
 
 
 def _fetched(path: str, file: str | None, revision: str | None) -> str:
-    """Return the dataset's file in the hub's cache, after downloading it.
-
-    Raises:
-        OSError: the hub has no such dataset, cannot be reached, or denies access.
-        ValueError: the file is not known, or too large.
-    """
+    """Return the dataset's file in the hub's cache, after downloading it."""
     if not HUB_NAME.fullmatch(path):
         raise OSError(f"there is no file or folder {path}, and it is not a hub name: set prompts.path to OWNER/NAME")
     if is_offline_mode() and file is None:

@@ -74,11 +74,7 @@ def run_answers(path: str, tokenizer: Any, weights: Collection[str]) -> list[tup
 
 
 def _check_lossless(file: Path, arm: str) -> None:
-    """Refuse an arm whose verifier changes the target's distribution.
-
-    Raises:
-        ValueError: the run's summary says that it does.
-    """
+    """Refuse an arm whose verifier changes the target's distribution."""
     arms = (read_json(file.parent / "summary.json") or {}).get("arms")
     facts = arms.get(arm) if isinstance(arms, dict) else None
     if isinstance(facts, dict) and facts.get("lossless") is False:
@@ -89,11 +85,7 @@ def _check_lossless(file: Path, arm: str) -> None:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's table.
-
-    Raises:
-        ValueError: it is no such table; a value is missing, or of another type.
-    """
+    """Return the rows of a run's table."""
     try:
         table = read_table(file, (*COLUMNS, CONVERSATION))
         if CONVERSATION not in table.column_names:
@@ -111,11 +103,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _prompt_of(row: Mapping[str, Any], tokenizer: Any, file: Path) -> Tokens:
-    """Return the tokens of a row's prompt, with the special tokens that the run put before it.
-
-    Raises:
-        ValueError: there are others than in the run.
-    """
+    """Return the tokens of a row's prompt, with the special tokens that the run put before it."""
     for special in (False, True):
         tokens = tuple(tokenizer.encode(row["prompt"], add_special_tokens=special))
         if len(tokens) == row["prompt_tokens"]:
@@ -131,11 +119,7 @@ def _prompt_of(row: Mapping[str, Any], tokenizer: Any, file: Path) -> Tokens:
 
 
 def _check_weights(file: Path, weights: Collection[str]) -> None:
-    """Refuse a run of another target than that with one of these SHA-256s of its weights.
-
-    Raises:
-        ValueError: it is, or nothing beside the table states its target.
-    """
+    """Refuse a run of another target than that with one of these SHA-256s of its weights."""
     facts = run_facts(str(file))
     sections = [facts.get(name) for name in ("weights_sha256", "target")]
     hashes, target = (section if isinstance(section, dict) else {} for section in sections)

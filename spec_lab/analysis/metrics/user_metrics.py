@@ -165,9 +165,6 @@ def _check_name(part: str, name: Any, others: Mapping[str, Any]) -> None:
     Args:
         part: that returned it.
         others: values that are known, by name.
-
-    Raises:
-        WrongOption: it is one; names the part.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name):
         raise WrongOption(
@@ -186,11 +183,7 @@ def _check_name(part: str, name: Any, others: Mapping[str, Any]) -> None:
 
 
 def _checked(part: str, name: str, value: Any, tables: Tables, arm: str) -> dict[int, float]:
-    """Return a value by request; that of a whole arm by ``WHOLE``.
-
-    Raises:
-        WrongOption: it is no number, or a Series whose index is not that of requests; names the part and the value.
-    """
+    """Return a value by request; that of a whole arm by ``WHOLE``."""
     where = f"metrics.{part}: {name}"
     if not isinstance(value, pd.Series):
         if isinstance(value, bool) or not isinstance(value, Real):

@@ -91,11 +91,7 @@ def write(cells: pd.DataFrame, even: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def _written(folder: Path) -> list[str]:
-    """Return the names of the files that an earlier projection has written into a folder.
-
-    Raises:
-        Unreadable: the list has other contents.
-    """
+    """Return the names of the files that an earlier projection has written into a folder."""
     there = read_json(folder / INDEX)
     if there is None:
         return []

@@ -211,11 +211,7 @@ def _runtime(row: Mapping[str, str]) -> Runtime:
 
 
 def _positive(row: Mapping[str, str], name: str, maximum: float = MAX_NUMBER) -> float:
-    """Return the positive number in a column, at most ``maximum``.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the positive number in a column, at most ``maximum``."""
     try:
         value = float(row[name])
     except ValueError:

@@ -244,11 +244,7 @@ def of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _check_layers(file: str, config: Mapping[str, Any]) -> None:
-    """Refuse layers that are not modelled.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse layers that are not modelled."""
     for field, meaning in OTHER_LAYERS.items():
         if config.get(field) is not None:
             raise ValueError(f"{file}: {field} describes {meaning}, which is not modelled; {MEASURE}")
@@ -276,9 +272,6 @@ def _mixture(file: str, config: Mapping[str, Any], size: Callable[..., int]) -> 
         file: for messages.
         config: fields of Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE, GPT-OSS, Phi-3.5-MoE, MiniMax-M2 or GLM-4.5.
         size: reads a field: ``size(key, otherwise, minimum)``.
-
-    Raises:
-        ValueError: a field without the values of these; names it.
     """
     field = next((field for field in EXPERTS if config.get(field)), None)
     if field is None:

@@ -109,11 +109,7 @@ def _reader(manifest: Mapping[str, Any]) -> Callable[[Path], Result] | None:
 
 
 def _page(folder: Path) -> str:
-    """Return the page about a run.
-
-    Raises:
-        ValueError: the directory holds no rows of a run and will hold none; files that are not readable.
-    """
+    """Return the page about a run."""
     manifest: Mapping[str, Any] = begun(folder) or {"config": {}}
     read = _reader(manifest)
     view, names = None, []
@@ -148,11 +144,7 @@ def _where(folder: Path) -> str:
 
 
 def _refuse_other_task(folder: Path) -> None:
-    """Refuse a directory without rows that is not a run's; a run whose first group is not finished has none yet.
-
-    Raises:
-        ValueError: another task wrote it, or it ended without rows; names the files there.
-    """
+    """Refuse a directory without rows that is not a run's; a run whose first group is not finished has none yet."""
     every = [
         file for subfolder in (".", "parts", "figures") for file in (folder / subfolder).glob("*.*") if file.is_file()
     ]

@@ -132,11 +132,7 @@ def marked_change(change: int) -> tuple[float, str]:
 
 
 def _rows(folder: Path) -> pd.DataFrame:
-    """Return the rows of segments in which no request broke.
-
-    Raises:
-        Unreadable: the file is not the table of a served stream.
-    """
+    """Return the rows of segments in which no request broke."""
     file = folder / "served.parquet"
     try:
         rows = with_columns(read_table(file), folder).to_pandas().astype(COLUMNS)

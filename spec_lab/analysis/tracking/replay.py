@@ -76,11 +76,7 @@ def finished_groups(tables: Tables, manifest: Mapping[str, Any]) -> dict[str, An
 
 
 def _learning(folder: Path, summary: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the learning curve in the summary of a training; empty for other tasks.
-
-    Raises:
-        Unreadable: it has another shape.
-    """
+    """Return the learning curve in the summary of a training; empty for other tasks."""
     from spec_lab.analysis.results.training import LINE  # importing matplotlib is slow
 
     curve = [] if summary is None else summary.get("learning", [])

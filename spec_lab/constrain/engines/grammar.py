@@ -121,11 +121,7 @@ class Grammar(Constraint):
         return LIMITS | dict(self.limits)
 
     def _matcher(self, source: str) -> LLMatcher:
-        """Return a new matcher at the beginning of the text.
-
-        Raises:
-            ValueError: the source does not compile, or no text matches it.
-        """
+        """Return a new matcher at the beginning of the text."""
         limits = dict(self._limits)
         longest = limits.pop("source_characters")
         if len(source) > longest:
@@ -148,11 +144,7 @@ class Grammar(Constraint):
         return matcher
 
     def _read(self, matcher: LLMatcher, request: Request) -> None:
-        """Consume the prompt, however it is split into tokens.
-
-        Raises:
-            ConstraintError: the prompt does not follow the grammar.
-        """
+        """Consume the prompt, however it is split into tokens."""
         trial = matcher.deep_copy()  # it stops where the prompt leaves the grammar
         fit = trial.try_consume_tokens(list(request.tokens))
         if trial.is_error() or (fit == len(request.tokens) and not matcher.consume_tokens(list(request.tokens))):
@@ -208,11 +200,7 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separato
 
 
 def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar of one JSON value, or of several as JSON Lines; ``options`` apply to the first value.
-
-    Raises:
-        ValueError: the schema's own options are not an object.
-    """
+    """Return a Lark grammar of one JSON value, or of several as JSON Lines; ``options`` apply to the first value."""
     guidance = schema.get("x-guidance", {})
     if not isinstance(guidance, dict):
         raise ValueError(f"x-guidance in a schema must be an object, not {str(guidance)[:40]!r}")
@@ -222,11 +210,7 @@ def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _either(choices: Any) -> str:
-    """Return a regex of these strings and no others: one lexeme, since grammars of many rules compile slowly.
-
-    Raises:
-        ValueError: not a list of one or more different strings.
-    """
+    """Return a regex of these strings and no others: one lexeme, since grammars of many rules compile slowly."""
     if not isinstance(choices, list) or not choices:
         raise ValueError(f"choices must be a list of one or more strings, not {str(choices)[:40]}")
     for number, text in enumerate(choices):

@@ -157,12 +157,7 @@ def _settings(files: DrafterFiles, stated: Mapping[str, Any]) -> BlockSettings:
 
 
 def _stated(files: DrafterFiles) -> dict[str, Any]:
-    """The drafter's fields, wherever they stand. Null is a missing field.
-
-    Raises:
-        ValueError: ``dflash_config`` is no mapping, or states another value than the top level; fields that contradict
-            each other.
-    """
+    """The drafter's fields, wherever they stand. Null is a missing field."""
     inner = files.config.get(INNER) or {}
     if not isinstance(inner, dict):
         raise ValueError(f"{files.file}: {INNER} must be a mapping, not {brief(inner)}")
@@ -184,11 +179,7 @@ def _stated(files: DrafterFiles) -> dict[str, Any]:
 
 
 def _kind(files: DrafterFiles, stated: Mapping[str, Any]) -> Kind:
-    """The kind of the drafter.
-
-    Raises:
-        ValueError: it is none that is known.
-    """
+    """The kind of the drafter."""
     field = SPECULATORS if SPECULATORS in files.config else "projector_type"
     named = stated.get(field)
     if named is not None:
@@ -219,9 +210,6 @@ def _attention(
 
     As z-lab's code and vLLM read them: without a field that says so, rows of layers with a window in ``layer_types``
     do, and those of other layers do not, nor where ``use_swa`` gives every layer a window.
-
-    Raises:
-        ValueError: fields that contradict each other; no window.
     """
     windows = layer_windows(files, layer)
     default = "windows" if any(windows) else "none"
@@ -248,11 +236,7 @@ def _attention(
 
 
 def _head(files: DrafterFiles, stated: Mapping[str, Any], kind: Kind, drafted: int) -> HeadSettings | None:
-    """The settings of the head; None where there is none, as in DSpark with rank 0.
-
-    Raises:
-        ValueError: a size that is missing, or a head of an unknown kind.
-    """
+    """The settings of the head; None where there is none, as in DSpark with rank 0."""
     if kind == "domino":
         rank, size = (files.whole(name, config=stated) for name in ("emb_dim", "gru_hidden_dim"))
         uncorrected = files.whole("pure_draft_prefix_len", 0, 0, MAX_BLOCK, config=stated)
@@ -280,11 +264,7 @@ def _confidence(files: DrafterFiles, stated: Mapping[str, Any], hidden_size: int
 
 
 def _factor(files: DrafterFiles, stated: Mapping[str, Any], name: str, default: float) -> float:
-    """A factor of logits or embeddings.
-
-    Raises:
-        ValueError: it is no number above 0; 0 is possible where it is the default.
-    """
+    """A factor of logits or embeddings."""
     value = stated.get(name, default)
     fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not fine or not (0 < value <= MAX_SCALE or value == default):

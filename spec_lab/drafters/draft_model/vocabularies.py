@@ -242,11 +242,7 @@ def intersect(target: Target, draft: Tokens) -> SharedTokens:
 
 
 def _spelling(tokens: Tokens, alike: bool, option: str) -> Callable[[int], Hashable]:
-    """Return the function from an ordinary token to its spelling: its name if tokenizers are alike, else its bytes.
-
-    Raises:
-        ValueError: its bytes are not known, or are not those of the texts that it stands for.
-    """
+    """Return the function from an ordinary token to its spelling: its name if tokenizers are alike, else its bytes."""
     if alike:
         return tokens.names.__getitem__
     cannot = f"{option} cannot compare the tokens of {tokens.name} by their bytes"

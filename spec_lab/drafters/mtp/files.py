@@ -196,11 +196,7 @@ def _settings(files: DrafterFiles, ours: set[str | None], names: Names, prefixes
 
 
 def _check_fields(files: DrafterFiles, network: Mtp, in_checkpoint: bool) -> None:
-    """Refuse fields that are not known; those of the target's layers are checked when the target is loaded.
-
-    Raises:
-        ValueError: names them.
-    """
+    """Refuse fields that are not known; those of the target's layers are checked when the target is loaded."""
     family = type(network.body.config)
     read = {*family().to_dict(), *family.attribute_map, *OF_LAYERS, "partial_rotary_factor", *COUNTS.values()}
     config = files.config

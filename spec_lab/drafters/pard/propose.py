@@ -169,11 +169,7 @@ class Pard(CachedDrafter):
 
 
 def _refuse_other_kinds(path: str, config: Any) -> None:
-    """Refuse a draft whose config has fields of a later kind, which reads more than tokens (PARD-2).
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse a draft whose config has fields of a later kind, which reads more than tokens (PARD-2)."""
     for name, value in {} if config is None else vars(config).items():
         known = name == "pard_token" or (name == "spd_type" and value == "pard")
         if name.startswith(("pard_", "spd_")) and not known and value is not None:

@@ -46,11 +46,7 @@ def read_peagle(
 
 
 def _mask_token(files: DrafterFiles) -> int:
-    """The number of the mask token.
-
-    Raises:
-        ValueError: none is stated, several are, or the target has no such token.
-    """
+    """The number of the mask token."""
     stated = {name: files.config[name] for name in MASK_TOKENS if files.config.get(name) is not None}
     if len({*map(str, stated.values())}) > 1:
         raise ValueError(f"{files.file} states several mask tokens: {brief(stated)}")

@@ -116,11 +116,7 @@ def certify(
 
 
 def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
-    """Return the composed pair and every other that fits; and the names of those that do not.
-
-    Raises:
-        ValueError: the composed pair does not fit.
-    """
+    """Return the composed pair and every other that fits; and the names of those that do not."""
     check_pair(lab.proposer.name, lab.proposer.draws, lab.verifier, lab.proposer.branches)
     proposers, verifiers = [lab.proposer, *lab.more_proposers.values()], [lab.verifier, *lab.verifiers.values()]
     verifiers = [verifier for number, verifier in enumerate(verifiers) if verifier not in verifiers[:number]]

@@ -313,11 +313,7 @@ class AlongText:
         figures["accepted"][:, 1:][np.logical_or.accumulate(unsure, axis=1)] = np.nan
 
     def _follow(self, texts: Sequence[_DraftedText], position: int, draft: Draft) -> None:
-        """Note the figures of a drafted forest of deterministic tokens along the texts.
-
-        Raises:
-            ValueError: it holds sampled tokens.
-        """
+        """Note the figures of a drafted forest of deterministic tokens along the texts."""
         if draft.shape.nodes and draft.ways != {"deterministic"}:
             raise ValueError(
                 f"check-drafter cannot read q from '{self.proposer.name}', whose drafts are sampled: set "

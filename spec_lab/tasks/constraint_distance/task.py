@@ -97,11 +97,7 @@ def measure(
 
 
 def _check(lab: Lab) -> None:
-    """Refuse a constraint without a distribution of valid outputs.
-
-    Raises:
-        ValueError: why, and what to do.
-    """
+    """Refuse a constraint without a distribution of valid outputs."""
     applied = lab.applied
     wrong = ""
     if applied is None:
@@ -119,11 +115,7 @@ def _check(lab: Lab) -> None:
 def _distance(
     lab: Lab, settings: Settings, request: Request, method: str, sampler: str, samples: int, attempts: int
 ) -> dict[str, Any]:
-    """Return the entry of one prompt.
-
-    Raises:
-        ValueError: temperature 0 or stop strings; with method "exact" too many valid outputs.
-    """
+    """Return the entry of one prompt."""
     assert lab.applied is not None
     conditional = Conditional(lab.applied, lab.target)
     conditional.check_request(request)

@@ -192,11 +192,7 @@ def _seconds(cost: Cost, tables: Tables, arm: str) -> pd.Series:
 
 
 def _grid(frame: pd.DataFrame, axes: tuple[str, ...], parts: tuple[str, ...]) -> Grid:
-    """Return the median over repeats of the sum of ``parts``, at every point of the grid.
-
-    Raises:
-        ValueError: a point is missing.
-    """
+    """Return the median over repeats of the sum of ``parts``, at every point of the grid."""
     each = frame[list(parts)].sum(axis=1).groupby([frame[name] for name in axes]).median()
     points = {name: tuple(sorted(float(value) for value in frame[name].unique())) for name in axes}
     if not len(each) or len(each) != np.prod([len(values) for values in points.values()]):

@@ -115,11 +115,7 @@ def measure(
 
 
 def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]:
-    """Return the fixed trees and the arms of a benchmark with this lab, by name.
-
-    Raises:
-        ValueError: the lab has a constraint, peers, an arm with the name of a fixed tree, or an incompatible pair.
-    """
+    """Return the fixed trees and the arms of a benchmark with this lab, by name."""
     if lab.applied is not None:
         raise ValueError("task=cost does not support constraints; set constraint=none")
     if lab.peers:
