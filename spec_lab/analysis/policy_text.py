@@ -23,7 +23,6 @@ def policy_note(steps: pd.DataFrame, arm: str, facts: Mapping[str, Any]) -> str 
 
     Args:
         steps: the run's table ``steps``.
-        arm: its name there.
         facts: of its proposer, as in the manifest.
     """
     policy = facts.get("policy")

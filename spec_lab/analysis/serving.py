@@ -90,7 +90,6 @@ def drift_figures(frame: pd.DataFrame, arms: Sequence[str], change: int, window:
     """Return tau and the acceptance rate of each arm that drafts, in windows of the stream.
 
     Args:
-        arms: names of the arms.
         change: number of the first request of the other workload, with which a window begins.
         window: requests of a window; the first and the last one may have fewer.
 

@@ -336,7 +336,6 @@ def apply_constraint(
     ``config.constraint`` holds a constraint's own options and those of ``AppliedConstraint``.
 
     Args:
-        target: whose tokens are constrained.
         known: returns the vocabulary; None: the target's.
 
     Raises:

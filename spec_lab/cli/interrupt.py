@@ -63,7 +63,6 @@ class Raise:
     Args:
         within: the first part of the name of a module; outside of its functions, and of those that they call, Ctrl-C
             ends the process at once. Empty: it is raised everywhere.
-        outside: what happens outside.
     """
 
     def __init__(self, within: str = "", outside: Leave | None = None) -> None:

@@ -243,7 +243,6 @@ def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str
     """Run trials, each given by its overrides; trials with the same overrides share one run.
 
     Args:
-        launcher: carries the runs out.
         trials: their overrides.
         number: of trials that this command ran before.
 

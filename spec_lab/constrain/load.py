@@ -169,8 +169,6 @@ def combine(
         constraint: the configured constraint; None for none.
         vocabulary: the target's; may be None where there is no constraint.
         options: of ``AppliedConstraint``, such as placement.
-        healing: whether prompts are healed.
-        banned: strings that must not appear.
         at_least: number of new tokens before a text may end.
 
     Raises:

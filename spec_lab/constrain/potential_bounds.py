@@ -138,7 +138,6 @@ class LearnedConstraint(Constraint):
     With "rejection" the sequence of an output that cannot be valid is ended.
 
     Args:
-        constraint: whose outputs are valid.
         futures: of the one request that is sampled; they must not change while a sequence is decoded.
     """
 

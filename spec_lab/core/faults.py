@@ -87,7 +87,6 @@ def location(error: BaseException, module: str, skip: int = 0) -> str:
     innermost frame of that. Of an error of syntax it is the line that cannot be compiled.
 
     Args:
-        error: raised.
         module: the part's.
         skip: number of the outermost frames that are the caller's own.
     """

@@ -188,7 +188,6 @@ def _about(file: Path, error: OSError, names: re.Pattern[str]) -> OSError:
     """Return the error about ``file`` if it is about nothing or a temporary file; with advice if the disk is full.
 
     Args:
-        error: of writing it.
         names: of temporary files.
     """
     parts = () if error.filename is None else Path(str(error.filename)).parts

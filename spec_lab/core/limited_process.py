@@ -80,7 +80,6 @@ class LimitedProcess:
 
         Args:
             request: a value of JSON.
-            limits: what it may use.
 
         Raises:
             LimitExceeded: it exceeded a limit, or ended the process.

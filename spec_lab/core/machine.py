@@ -77,7 +77,6 @@ def crowded(load: float | None, threads: int, cores: int) -> bool:
 
     Args:
         load: ``other_load``; None if not known, which counts as no load.
-        threads: of this process.
     """
     return load is not None and load + threads > cores + SLACK
 

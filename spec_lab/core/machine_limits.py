@@ -117,7 +117,6 @@ def cache_bytes(device: torch.device, caches: Path = CACHES) -> int | None:
     """Return the size of the last-level caches of the device; on the CPU those of the cores that may be used.
 
     Args:
-        device: of the model.
         caches: what Linux reports of each core's caches.
 
     Returns:

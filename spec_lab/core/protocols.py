@@ -70,7 +70,6 @@ def check_spelling(cls: type, kind: type, named: Mapping[str, Any]) -> None:
     """Check that no method is nearly called as a method of a kind of part, and no attribute as an attribute.
 
     Args:
-        cls: whose names they are.
         kind: declares the members.
         named: methods, properties and attributes by name.
 

@@ -50,7 +50,6 @@ class ExpertCounts(NamedTuple):
         """Count those of a step whose draft is verified.
 
         Args:
-            output: of its forward.
             chosen: as in ``of``, on the host.
             experts: E.
             forest: that was computed.

@@ -21,7 +21,6 @@ class Conditional(Constraint):
     """A constraint whose states have the potential of every next token. See ``Constraint`` and ``constrain.potential``.
 
     Args:
-        applied: the constraint whose outputs are valid.
         target: whose probabilities the potentials are computed from, when a request starts.
     """
 

@@ -197,7 +197,6 @@ def target_distribution(
 
     Args:
         sequences: ``[B]``.
-        draft: below them.
         masks: of a constraint on the target; None for none.
     """
     rows = StepLogits.of(sequences, draft, output, masks)

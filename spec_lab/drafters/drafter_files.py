@@ -47,7 +47,6 @@ class DrafterFiles:
         what: it holds, for messages: "Hydra heads", "an EAGLE head".
         folder: of config.json and the weights.
         held: the tensors, not yet read.
-        target: which the drafter should be for.
         options: by convention, how it is read whatever the files state; None where that is left to them.
         conventions: how they are read (``choose``).
     """
@@ -299,7 +298,6 @@ def write_drafter(
 
     Args:
         folder: is made.
-        config: for config.json.
         tensors: the weights, by their published names.
         facts: for the metadata of the weights.
         dtype: of floating-point numbers in the file; None: their own.

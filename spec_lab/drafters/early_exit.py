@@ -80,7 +80,6 @@ class FirstLayers(TreeProposer):
             sequences: ``[B]``.
             pending: ``[B]`` how many pending tokens each has.
             part: what the layers computed, sequence by sequence.
-            timed: records the calls of modules.
         """
 
     @abstractmethod
@@ -94,7 +93,6 @@ class FirstLayers(TreeProposer):
             shape: the forest; it may have grown since the last call.
             rows: ``[n]`` the nodes.
             part: what the layers computed of them.
-            timed: records the calls of modules.
         """
 
     def begin(self, batch: Batch, depths: Sequence[int]) -> Forwards:

@@ -103,7 +103,6 @@ def read_drafter(
     Args:
         read: reads the files in a folder: called with it and, as ``options``, by convention how they are read, None
             where that is left to them.
-        target: for which it drafts.
         path, revision, tokens: the options of these names.
         options: of the trees and how the files are read, as given.
         declared: the TypedDict of all such options that the drafter has.

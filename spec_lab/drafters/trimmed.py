@@ -45,9 +45,6 @@ LINE = re.compile(r"\s*(\d{1,9})(?:[\s,]+(\d{1,18}))?\s*", re.ASCII)
 def chosen_tokens(tokens: str | int, target: Target) -> Tensor:  # [W], ascending
     """Return the tokens that are drafted.
 
-    Args:
-        tokens: the option.
-
     Raises:
         ValueError: more tokens than there are, no token that the target has, or a file of another form.
         OSError: the file cannot be read.

@@ -157,7 +157,6 @@ class FusedAttention:
 
     Args:
         module: the attention module of transformers, its projections merged into one layer.
-        heads: number of query heads.
         shared: number of key-value heads.
         epsilon: epsilon of the norms over each head of queries and keys; None without them. The weights of the norms
             are a buffer of the module, ``[heads + shared, dim]``.
@@ -204,7 +203,6 @@ class FusedAttention:
         Args:
             hidden: the rows, n of each of S streams.
             factors: as ``turning`` returns them.
-            pack: with the cells.
         """
         cos, sin = factors
         module, dim, rotated = self.module, self.module.head_dim, self.heads + self.shared

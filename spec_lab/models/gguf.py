@@ -227,7 +227,6 @@ def llama_of(target: Target, tokens: int, path: str | None = None, **more: Any) 
     Args:
         target: of a GGUF file.
         tokens: size of its KV cache, which is allocated at once.
-        path: the other file.
         more: further options of ``Llama``.
 
     Raises:

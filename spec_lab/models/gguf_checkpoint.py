@@ -82,9 +82,6 @@ def dequantised(path: Path) -> Path:
 
     A run that is ended while it writes leaves whole weight files behind, which the next one keeps.
 
-    Args:
-        path: the GGUF file.
-
     Raises:
         OSError: it does not exist; there is no cache, or no room in it.
         ValueError: as in ``read_gguf``; a tokenizer that cannot be read.

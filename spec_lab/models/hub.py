@@ -44,7 +44,6 @@ class CheckpointFiles:
 
     Args:
         path: the folder or hub name as given.
-        folder: of the files that are there.
         commit: of a hub name; None of a folder.
         sizes: of each file of the repository, in bytes; None of a folder, and where the hub was not reached.
     """

@@ -44,7 +44,6 @@ class MergedLinear(nn.Module):
 
         Args:
             number: of the layer, from 0. Models call their layers in any order (Falcon-H1's MLP calls up first).
-            x: the input.
         """
         if x is not self.input or number not in self.outputs:
             self.input, self.outputs = x, dict(enumerate(self.joint(x).split(self.sizes, -1)))

@@ -136,7 +136,6 @@ def weight_bytes(model: Any, dtype: torch.dtype, device: torch.device, stays: bo
 
     Args:
         model: as its config describes it, without weights.
-        dtype: of the weights.
         device: where they are read. On the CPU a tied LM head is a copy of the embedding (``models.packed``).
         stays: whether they remain there; if not, they are not laid out.
     """

@@ -120,7 +120,6 @@ def calibrate(
         depth: of the deepest tree it can draft.
         accuracy: how often it is right.
         max_nodes: largest tree.
-        cache: of measured costs.
         drafter: SHA-256 of the proposer's weights.
         again: measure the costs even if the cache has them.
         timing: times steps; ``time_steps`` unless given.

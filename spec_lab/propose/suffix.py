@@ -44,8 +44,6 @@ class SharedResponses:
     """The responses of finished requests, which all requests share. The oldest are forgotten first.
 
     Args:
-        index: of the responses.
-        max_tokens: maximum number of tokens.
         learns: whether responses are added.
         version: changes with what is known.
     """

@@ -55,7 +55,6 @@ class VerifierBounds:
     Args:
         name: as it is written.
         lossless: whether its output has the target's distribution. Others can exceed the optimum.
-        used: whether the run used it.
         tau: expected tokens of a step.
         unknown: half the width of what tokens that were not recorded leave open of tau.
         share_first: P(a child of the root is accepted) over its optimum, where only the first level is drafted.
@@ -396,7 +395,6 @@ class _Measured:
     """Acceptance by a verifier in each request: ``[N]`` sums over steps.
 
     Args:
-        accepted: accepted tokens.
         max_accepted: the same with the completion of the rows that has the most.
         first: P(a child is accepted), the first level alone.
         unknown: half the difference that the completions make, over all requests.

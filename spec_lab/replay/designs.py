@@ -342,7 +342,6 @@ def estimate(
     """Return a design's tau with its intervals.
 
     Args:
-        method: how its sums were computed.
         sums: what each request adds.
         resampled: draws the requests; one for all designs spares drawing them again. None: one of its own.
     """

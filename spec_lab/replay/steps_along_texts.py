@@ -314,7 +314,6 @@ class _Accept:
         """Return w of a rule.
 
         Args:
-            rule: the drafting rule.
             certain: as in ``pseudo_tokens.certainty``; None for rules without a confidence.
         """
         depth, (count, longest) = depth_of(rule.choices), self.texts.text.shape

@@ -73,7 +73,6 @@ def with_columns(table: pa.Table, folder: Path) -> pa.Table:
     """Return a table with today's names of columns, arms and values. What was not counted of forwards is 0.
 
     Args:
-        table: of a run.
         folder: of the run, whose manifest names the proposer of each arm.
     """
     table = table.rename_columns([COLUMNS.get(name, name) for name in table.column_names])

@@ -181,7 +181,6 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[S
 
     Args:
         sequences: all of the group's, including forks and those that took part in no step.
-        infos: all steps of the group.
         errors: of the sequences that have one.
     """
     numbers, rows = numbered(sequences), []

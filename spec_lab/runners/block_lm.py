@@ -39,7 +39,6 @@ class BlockLM(FeatureCells):
             sequences: ``[B]``.
             features: ``[B]`` those of the positions after each sequence ``[n, H]``, perhaps of none.
             block: ``[B, b, H]`` inputs.
-            timed: records the calls of the layers.
             before: c, outputs of as many appended rows are returned as well, which every sequence must have.
 
         Returns:

@@ -30,10 +30,7 @@ class CausalDraftPass:
     """A draft that is computed by some of the target's layers. Its cells are not part of the sequences.
 
     Args:
-        packer: of the model.
-        route: which layers run.
         taps: numbers of the hidden states that the later forward returns and does not compute again, ascending.
-        logits: whether it computes logits.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class CausalDraftPass:
         Args:
             sequences: ``[B]`` the target's.
             pending: ``[B]`` the tokens that follow, at least one and at most ``max_pending`` each.
-            timed: records the calls of the model.
             every: logits of all rows, not of the last one of each sequence.
 
         Raises:

@@ -33,7 +33,6 @@ class FeatureCells:
 
     Args:
         layers: whose attention is ``attention.SPANS``.
-        count: how many they are.
         dtype: of the layers.
         chunk: most rows of one sequence that one forward appends.
         kinds: of the layers' attention, by layer; layers left out have full attention.
@@ -85,7 +84,6 @@ class FeatureLM(FeatureCells):
             sequences: ``[B]``; nodes that they hold are forgotten.
             lengths: ``[B]`` how many inputs each gets, at least one.
             inputs: ``[sum of lengths, X]``, sequence by sequence.
-            timed: records the calls of the layers.
 
         Returns:
             Outputs ``[B, Y]`` at each sequence's last input.
@@ -111,7 +109,6 @@ class FeatureLM(FeatureCells):
         Args:
             sequences, shape, rows: as there; the nodes are held.
             inputs: ``[n, X]`` of the rows.
-            timed: records the calls of the layers.
 
         Returns:
             Outputs ``[n, Y]``.

@@ -306,7 +306,6 @@ class Graphs:
         """Fill the inputs of a forward; None where a stream has more rows than ``MAX_ROWS``.
 
         Args:
-            planned: its rows and cells.
             draft: its forest; None where all rows get logits.
             tokens: ``[N]`` of these, on the device; None where the plan holds them.
         """

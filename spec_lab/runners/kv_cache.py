@@ -308,7 +308,6 @@ class Cells:
         """A sequence in a stream of its own with copies of the first ``length`` cells of another one.
 
         Args:
-            source: the other one.
             length: how many of its cells.
             reserve, clear, exact: as in ``open``.
         """
@@ -322,7 +321,6 @@ class Cells:
 
         Args:
             sequence: grows by n cells.
-            source: the other sequence.
             slots: ``[n]`` cells of its stream; or for each layer ``[heads, n]``, cells of their own for each head.
         """
         count = len(slots) if isinstance(slots, np.ndarray) else slots[0].shape[1]

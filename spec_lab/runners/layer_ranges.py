@@ -102,7 +102,6 @@ class LayerRanges:
 
         Args:
             prepared: all rows.
-            first: the first layer.
             states: ``[N, H]`` hidden states that are known already, among them the input of that layer.
 
         Returns:

@@ -362,7 +362,6 @@ class Context:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Args:
-            rows: how many rows.
             wanted: of how many, the last ones, the logits are returned. These rows have outputs; all others as well
                 where ``embeddings`` are on.
             cuts: rows with which another call begins, in ascending order.

@@ -23,7 +23,6 @@ class LlamaRunner(Runner):
     allocated as they are needed.
 
     Args:
-        settings: how it is computed.
         work: what a forward reads and computes; None if it is not known.
     """
 

@@ -32,7 +32,6 @@ class Prepared(Forward):
     Args:
         ids: ``[1, N]`` token ids; for a ``FeatureLM`` what it was given in their place.
         positions: ``[1, N]``.
-        pack: cells and attention masks.
         keep: which rows get logits, as transformers' ``logits_to_keep``; on the host if the model is split over several
             devices.
         mask: of dense attention (``dense``).
@@ -54,7 +53,6 @@ class Uncommitted(NamedTuple):
     """The rows of one sequence in a forward, and the uncommitted tokens among which it attends.
 
     Args:
-        start: its first row.
         sequence: as it was before the forward.
         taken: ``[n]`` the cells of its new rows.
         query: ``[n]`` their positions.
@@ -145,7 +143,6 @@ class Packer:
         cells: where its keys and values are.
         kinds: of layers without full attention, by layer.
         layers: how many layers it has.
-        device: of the model's inputs.
         dtype: of its weights.
         chunk: most tokens of a sequence that are appended by one forward: its attention mask has their square.
         split: whether its layers are on several devices.
@@ -552,7 +549,6 @@ def _nearby(
     Args:
         end: last cell + 1.
         full: the additive mask with full attention; None if everything is visible, or causal.
-        causal: whether it is causal.
 
     Returns:
         The first cell that is attended to, and ``full`` and ``causal`` from there on.

@@ -44,7 +44,6 @@ class Recurrence:
 
     Args:
         model: a causal LM of transformers with recurrent layers.
-        packer: of the model.
 
     Attributes:
         mixers: of its layers.

@@ -121,7 +121,6 @@ class _Groups:
     """The groups of a run, which every arm decodes.
 
     Args:
-        config: the configuration, for the summary.
         groups: the first turns of each group's conversations, by its number.
         history: as in ``run``.
         repeat_disturbed: as in ``run``.
@@ -351,7 +350,6 @@ def _parts(arm: GroupDecoder, made_of: Sequence[Any], known: dict[tuple[Any, ...
     """Return an arm's proposer and verifier, and whether the pair is lossless; None for other implementations.
 
     Args:
-        arm: one of the run's.
         made_of: its name, and the options, weights and facts of all pairs of the run: they identify the pair.
         known: what ``in_short`` found before, by pair (``ProcessCache.certificates``).
     """

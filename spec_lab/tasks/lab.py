@@ -104,8 +104,6 @@ class Lab:
 
     Args:
         proposer: drafts; the null proposer makes the run autoregressive, with the baseline as its only arm.
-        sampling: how every arm samples.
-        tracker: records the run's progress.
         more_proposers: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
         verifiers: further verifiers, by name, for the tasks that compare them.

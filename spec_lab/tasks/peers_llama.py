@@ -57,7 +57,6 @@ class GrowingLlama:
     llama.cpp allocates a KV cache at once; one of a model's whole context may be larger than the memory.
 
     Args:
-        target: decodes the requests.
         make: returns a ``Llama``, for the number of tokens of its KV cache.
         more: tokens beyond those of a request, for drafts.
     """

@@ -46,8 +46,6 @@ class Task:
     """A task: its work, and what is needed around it.
 
     Args:
-        config: the configuration, for the manifest.
-        arms: names of the arms.
         work: does the work in the claimed directory; called with the contents of its manifest.
         left: returns the number of finished units of work on disk and a sentence that states it; called after Ctrl-C
             and when a part has failed.

@@ -259,7 +259,6 @@ class _Training:
 
         Args:
             longest: tokens of the longest text.
-            answers: that are learned from.
         """
         rows, lm, out = self.plan.rows, self.lab.target.lm, self.settings.output_dir / "training"
         others = [*self.lab.target.model.parameters(), *self.lab.target.model.buffers()]

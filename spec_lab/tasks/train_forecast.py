@@ -45,10 +45,7 @@ def forecast(
     """Yield sentences on the time of the answers and on the disk that hidden states take.
 
     Args:
-        texts: that will be there.
-        batch_size: prompts answered together.
         number_bytes: bytes of the hidden states of a token.
-        folder: where they are written.
     """
     if texts.new_tokens:
         batch = min(batch_size, texts.answers)
@@ -102,9 +99,6 @@ def paying_lengths(recipe: Recipe, module: Any, target: Target, sampling: Sampli
     It is t(K) / t(0), where t(K) is the time of a step that drafts a chain of K tokens: drafting, the target's forward
     of K + 1 rows, and the commit; at least 1, since less is noise of the times. The weights do not matter, so an
     untrained drafter is timed.
-
-    Args:
-        module: its network.
     """
     depths = sorted({1, (recipe.depth + 1) // 2, recipe.depth})
     training = module.training

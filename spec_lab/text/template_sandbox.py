@@ -91,9 +91,6 @@ def variables(source: str) -> list[str]:
 def rendered(source: str, given: Mapping[str, Any]) -> str:
     """Return what a template writes.
 
-    Args:
-        given: its variables.
-
     Raises:
         Exception: as the template does.
     """

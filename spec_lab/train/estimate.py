@@ -67,7 +67,6 @@ def kept_bytes(compute: Callable[[], Tensor], weights: Iterable[Tensor]) -> tupl
     """Return the bytes that a loss keeps for its gradients, and the loss.
 
     Args:
-        compute: the loss.
         weights: tensors that are there anyway and are not counted.
     """
     known = {weight.untyped_storage()._cdata for weight in weights if not weight.is_mkldnn}
@@ -89,7 +88,6 @@ def trial_text(tokens: int, width: int, device: torch.device) -> Texts:
     Args:
         tokens: its length.
         width: of its hidden states.
-        device: of it.
     """
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     hidden = torch.zeros(1, tokens, width, dtype=torch.bfloat16, device=device)

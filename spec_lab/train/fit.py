@@ -91,7 +91,6 @@ def fit(
     """Train, or resume from the checkpoint in ``out``.
 
     Args:
-        trainer: of the drafter's network.
         objective: computes losses; called in threads.
         paths: files of texts, all with the same number of texts.
         out: folder of the checkpoint and of ``learning.jsonl``.

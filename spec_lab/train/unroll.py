@@ -58,7 +58,6 @@ def drawn_columns(text: Texts, unrolls: int, retention: float, minimum: float, s
         text: has the same columns whenever it is seen.
         retention: unroll k keeps a share ``max(retention ** k, minimum)`` of the columns.
         minimum: see there.
-        seed: of the columns.
     """
     device, count = text.first.device, text.ids.shape[1] - 1
     orders = [torch.randperm(count, generator=drawn, device=device) for drawn in text.generators(seed)]
@@ -160,8 +159,6 @@ class UnrollAttention:
     """Attention of the newest unroll in one layer. See ``runners.attention.ReadsCells``.
 
     Args:
-        keys: of every unroll.
-        values: of every unroll.
         mask: additive, of the keys of unroll 0; None: row i attends to its columns 0 to i.
         private_mask: additive, of the later ones.
     """

@@ -27,8 +27,6 @@ def number_axis(axes: Axes, values: Iterable[float], which: str = "x", log: bool
     stand at the values themselves where there is room, else at round numbers: whole ones if all values are whole.
 
     Args:
-        axes: with what is drawn.
-        values: on the axis.
         which: "x" or "y".
         log: whether the axis may be logarithmic.
     """

@@ -62,7 +62,6 @@ def own_metrics(metrics: Mapping[str, Metric], tables: Tables, arms: Sequence[st
     Args:
         metrics: by the name of their part: ``metrics.NAME`` of the configuration.
         tables: the run's rows; metrics get those of groups in which no request broke.
-        arms: keys of its arms.
     """
     broken = broken_groups(tables.requests)
     tables = Tables(

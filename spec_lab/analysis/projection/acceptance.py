@@ -194,8 +194,6 @@ def of_steps(
 
     Args:
         steps: of ``metrics.decode_steps``.
-        name: the design's.
-        proposer: name of the proposer.
         verifier: name of the verifier; empty if it is not known.
         facts: of the proposer, from the manifest.
     """

@@ -41,7 +41,6 @@ class Hardware:
         bandwidth: bytes per second of its memory.
         peaks: FLOP/s of dense products, by dtype of their factors.
         memory: bytes.
-        source: of these numbers.
     """
 
     name: str
@@ -74,7 +73,6 @@ class Runtime:
         bandwidth_share, compute_share: of the nominal rates.
         layer_gap: seconds that the device spends on each layer of a forward besides matrices and the KV cache.
         layer_launch: seconds in which the host launches a layer's kernels while the device computes earlier ones.
-        source: of these numbers.
     """
 
     name: str

@@ -50,8 +50,6 @@ def notes(designs: Sequence[RecordedDesign], deployments: Sequence[Deployment], 
     """Return what is not projected, and why, and which costs are assumed.
 
     Args:
-        designs: what was recorded.
-        deployments: where it is projected to.
         idle: names of arms that drafted nothing.
     """
     left_out = {name: why for deployment in deployments for name, why in deployment.left_out.items()}

@@ -40,7 +40,6 @@ class RooflineForward:
     ``layer_launch``, which overlaps with computing.
 
     Args:
-        work: what a forward reads and computes.
         precision: of weights, KV cache and products.
     """
 
@@ -73,7 +72,6 @@ class MeasuredForward:
     """Measured seconds, interpolated linearly in tokens, batch and context.
 
     Args:
-        grid: the seconds.
         proposer: name of the proposer that was measured; empty for the target, or where it was not recorded.
     """
 

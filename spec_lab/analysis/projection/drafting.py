@@ -170,7 +170,6 @@ def by_roofline(
     - Lookups compute nothing but take ``lookup`` seconds.
 
     Args:
-        target: the target's shape.
         draft: the draft model's shape; None where none was chosen.
         made: makes the forward of some work and number of layers.
         precision: of all weights.
@@ -217,7 +216,6 @@ def by_table(
     Rows that name another proposer do not count.
 
     Args:
-        arm: name of its arm.
         tables: measured forwards: a pass of what drafts; of lookups, a step's.
         lookup: seconds of a lookup, in place of measured ones; 0 for these. Lookups that no row measures are taken as
             free, which ``Drafting.assumed`` says.

@@ -88,7 +88,6 @@ class ModelShape:
         heads, kv_heads, head_dim: of attention.
         vocabulary: V.
         tied: whether embedding and LM head share their weights.
-        source: of these numbers.
         mixture: of its experts; None of a dense model.
     """
 

@@ -98,10 +98,6 @@ class Overlap:
     def of_design(self, design: RecordedDesign, steps: pd.DataFrame, folder: Path) -> RecordedDesign:
         """Return a design with the hit rate of its recorded steps; ``left_out`` says why one cannot overlap.
 
-        Args:
-            design: of a run's arm.
-            steps: its decode steps.
-
         Raises:
             ValueError: a damaged table of recorded distributions.
             OSError: it cannot be read.

@@ -118,8 +118,6 @@ def project(
     """Return one row for each deployment, design, draft length and batch size that the recording determines.
 
     Args:
-        designs: recorded acceptance.
-        deployments: hardware with its costs.
         context: tokens of each sequence.
         lengths: draft lengths; None for all that are recorded.
         prefill: None leaves the prefill out.
@@ -272,8 +270,6 @@ def crossing(
     Args:
         at: maps batches ``[R]`` to values ``[R]``, one of each draw.
         count: R.
-        maximum: the end of the search.
-        minimum: its start.
 
     Returns:
         0 where it is below 1 at the start; infinite where it is not below 1 at any scanned batch.

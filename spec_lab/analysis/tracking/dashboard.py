@@ -108,7 +108,6 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     """Return the definition: ``sections``; runs grouped by ``facts.group``.
 
     Args:
-        project: the project whose runs it shows.
         entity: the owner of the project.
         arms: keys of the arms shown, the main one first; its key is not read.
 

@@ -69,11 +69,7 @@ def _value(key: ConfigKey) -> str:
 
 
 def commands(parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Return the page that explains every sub-command.
-
-    Args:
-        parsers: of the sub-commands, by name.
-    """
+    """Return the page that explains every sub-command."""
     return "\n".join(_commands(parsers)) + "\n"
 
 

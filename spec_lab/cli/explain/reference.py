@@ -147,7 +147,6 @@ def read(folders: Sequence[Path], sources: Sources) -> Reference:
 
     Args:
         folders: the first holds config.yaml; files of later ones are added, and replace those of the same name.
-        sources: of what the configs name.
 
     Raises:
         ValueError: a file is not readable.
@@ -247,7 +246,6 @@ def commented(folder: Path, sources: Sources) -> dict[Path, str]:
 
     Args:
         folder: of the configs; experiments and Hydra's groups declare nothing.
-        sources: of what the configs name.
     """
     main = folder / "config.yaml"
     texts = {main: comments.write(main, declared(sources, "", SETTINGS)[0])}

@@ -85,7 +85,6 @@ class Definition(NamedTuple):
 
     Args:
         module: its dotted name.
-        node: its definition.
         owner: the class whose method it is; None of others.
     """
 

@@ -102,8 +102,6 @@ class JobEnded(NamedTuple):
 
     Args:
         number: the job's index in the list.
-        value: the value that it returned.
-        error: the error that it raised.
         failure: how it ended if it could not record that itself, such as "CANCELLED by 1000"; else empty.
     """
 
@@ -138,8 +136,6 @@ def launch(
         engine: "slurm" or "ray": a module of this package, whose function ``engine`` builds a ``Backend`` from the
             folder for its own files and from the options.
         options: the engine's options; see ``conf/hydra/launcher``.
-        common: what the jobs share.
-        job_overrides: the overrides of each run.
         first: number of the first run in the sweep.
 
     Raises:

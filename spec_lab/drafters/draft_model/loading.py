@@ -68,7 +68,6 @@ def check_same_tokens(
     """Refuse a draft with other tokens than the target's.
 
     Args:
-        target: whose tokens are drafted.
         vocabulary: V of the draft.
         tokenizer: the draft's.
         path: of the draft, for messages.

@@ -203,7 +203,6 @@ class HeadRows:
     Args:
         states: ``[A, H]`` of the trees with nodes.
         read: what heads read at the roots of these trees; rows that are computed are added.
-        timed: records the calls of the heads.
     """
 
     def __init__(self, network: HydraHeads, states: Tensor, read: dict[int, HeadInput], timed: Phase) -> None:

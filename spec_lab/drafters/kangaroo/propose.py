@@ -47,7 +47,6 @@ class KangarooDrafter(FeatureReader, FirstLayers):
 
     Args:
         network: the adapter, bound to the target.
-        target: whose first layers draft.
         plan: the trees, and how their tokens are drawn.
         sha256: of the adapter's weights; None for random ones.
     """

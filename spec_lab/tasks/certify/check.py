@@ -99,7 +99,6 @@ class CheckedPair:
     Args:
         drafts: who drafted: the proposer's name, or "reference" for a draft model that draws as asked.
         drawn: how siblings were drawn.
-        verifier: verified.
         proof: the result of enumeration; None where a part failed.
         error: of the part that failed, or why the pair was not enumerated; empty for none.
         toys: the instances, the smallest first.

@@ -47,7 +47,6 @@ class WrongText(NamedTuple):
     """A text after which a step emits another distribution than the target's.
 
     Args:
-        words: a description.
         emitted: ``[V]`` probabilities of the next token, given that the output goes on after the text.
         p: ``[V]`` the target's.
     """

@@ -49,7 +49,6 @@ class Check:
         p_value: probability of a result at least as extreme if the distribution is right.
         detectable: the smallest total variation that would have been detected, per text for distributions of texts, per
             token for score tests.
-        seed: of the samples.
         drafted: number of tokens drafted while they were decoded.
     """
 
@@ -67,12 +66,10 @@ class Pair:
     """The results of one pair.
 
     Args:
-        proof: the result of enumeration.
         drafts: what drafted the sampled texts: the proposer, or the reference that draws the same way.
         texts: numbers of sampled texts of a toy; ``expected`` is their exact distribution ``[V ** tokens]``.
         checks: statistical tests, that of the texts first.
         rejected: tests that rejected twice.
-        seconds: duration.
     """
 
     proposer: Proposer
@@ -185,7 +182,6 @@ class Certifier:
         samples: texts of a toy that each pair decodes.
         tokens: tokens that each lossless pair decodes with the real target; 0 for none.
         mask_rows: masks that are compared; 0 for none.
-        sampling: of all requests.
     """
 
     lab: Lab

@@ -79,7 +79,6 @@ def joint(
         instance: the toy and the number of tokens.
         tick: called with the number of texts added.
         watched: whether a random key that is used for two choices is an error.
-        counts: counts the drafted tokens.
 
     Returns:
         ``[samples]`` int64, each text's number; ``[V ** tokens]`` the probability of each text.
@@ -154,10 +153,8 @@ def scores(
     Args:
         target: decodes, best in float32 or float64: p is computed in two ways that must agree.
         requests: decoded in groups of ``batch_size``.
-        batch_size: requests of a group.
         tick: called with the number of tokens added.
         applied: the constraint, which must have no actions: with them, single tokens do not follow p.
-        counts: counts the drafted tokens.
 
     Raises:
         ValueError: a request broke; names it.

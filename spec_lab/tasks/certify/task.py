@@ -141,7 +141,6 @@ def _facts(
         pairs: those that were examined; ``broken``: those that failed on a toy, each with the reason.
         left_out: those that do not fit.
         compared: the comparison of masks; None where none were compared.
-        facts: the manifest's.
         control: the test of a wrong verifier's texts.
     """
     lab, more = certifier.lab, certifier.own

@@ -53,7 +53,6 @@ class RandomToy:
     """Random tables with all special cases: p = q, disjoint supports, one-hot p, one-hot q, zeros in either.
 
     Args:
-        seed: of the tables.
         v: V.
         support: largest number of tokens with q > 0; p has at most one more. It bounds the number of outcomes.
         plain: no special cases, and p > 0 everywhere.

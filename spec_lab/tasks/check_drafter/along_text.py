@@ -154,7 +154,6 @@ def predicted(
     """Return how well a drafter predicts answers of the target.
 
     Args:
-        target: whose answers they are.
         answers: of two tokens or more each.
         batch: answers along which it drafts together.
         depth: K, most tokens of a draft.

@@ -39,7 +39,6 @@ class KeptTexts:
 
         Args:
             prompts: sent otherwise than those of the run; None: those.
-            measure: measures them.
 
         Raises:
             OSError: a damaged file; names it.

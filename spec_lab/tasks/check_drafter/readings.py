@@ -30,7 +30,6 @@ class TriedReading:
     Args:
         changed: values of the conventions that differ from the reading in use; empty of that itself.
         texts: what the drafter predicted under it; None where it could not be measured.
-        error: why not.
         gain: the expected tau minus that of the reading in use, paired by prompt.
         level: of the intervals of gain and tau, whose lower ends hold for all readings at once (``try_readings``).
     """
@@ -97,7 +96,6 @@ def try_readings(
     their lower ends hold although the same texts chose it.
 
     Args:
-        proposer: as it is read.
         prompts: of the run, which are sent otherwise as well; none of answers that exist already.
         target: whose chat template they may go through.
         build, measure: see there; without ``build`` no other reading of the drafter is tried.

@@ -43,7 +43,6 @@ class Exact:
         outputs: every valid output.
         local: ``[K]`` p_local of each.
         conditional: ``[K]`` p(x | valid) of each.
-        log_z: log Z.
     """
 
     outputs: Sequence[Text]

@@ -81,7 +81,6 @@ class Scores:
     vocabulary. Where another token follows a text later, its row is computed again.
 
     Args:
-        request: its prompt and sampling.
         may_follow: returns which of the allowed tokens ``[n]`` may follow a text (``ExpectedFutures.may_follow``).
     """
 

@@ -131,7 +131,6 @@ def predict(
     """Return the speed-up if all steps were alike: tau * seconds of a baseline step / seconds of the arm's step.
 
     Args:
-        cost: measured costs.
         arm: name of the speculative arm.
         tau: mean number of tokens that a step emits, bonus or recovered token included.
         nodes: draft nodes of each sequence.

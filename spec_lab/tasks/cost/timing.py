@@ -101,7 +101,6 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         arms: by name; all of one target, without constraints.
         requests: decoded as one batch; their prompts have the same length and leave ``room`` in the target's context.
         repeat: number of the repeat; it seeds the order of the arms.
-        steps: number of timed steps.
 
     Returns:
         A row for each arm, as in ``tables.COST``.

@@ -100,7 +100,6 @@ class Drafted:
     Args:
         position: tokens of the recorded prefix, prompt included.
         proposer: its arm.
-        draft: one tree.
         p: ``[R, V]`` the target probabilities of its rows, valid until the next draft.
         key: (request, branch, step) of the choices made here.
         broken: the error of the step; empty for none.
