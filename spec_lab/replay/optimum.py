@@ -28,7 +28,6 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
@@ -51,22 +50,6 @@ class LevelBounds(NamedTuple):
 
     at_least: np.ndarray
     weight: np.ndarray
-
-
-def optimal_acceptance(p: Tensor, q: Tensor, count: int, drawn: Drawn, candidates: Tensor | None = None) -> np.ndarray:
-    """Return the largest probability ``[n]`` that one of a row's drafted tokens is accepted, by any lossless verifier.
-
-    Args:
-        p, q: ``[n, V]``, see ``transport_bound``; q is not read of deterministic tokens.
-        count: children drawn.
-        drawn: how. ``deterministic``: p of the distinct ``candidates`` ``[n, count]``, which are given.
-    """
-    if drawn != "deterministic":
-        return transport_bound(p, q, count, drawn)
-    if candidates is None:
-        raise ValueError("of deterministic drafts the candidates are given")
-    marked = torch.zeros_like(p, dtype=torch.bool).scatter_(1, candidates, True)
-    return np.asarray((p.double() * marked).sum(1))
 
 
 def summed(means: np.ndarray) -> np.ndarray:  # [..., D] -> [...]

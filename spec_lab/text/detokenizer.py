@@ -10,12 +10,9 @@ from __future__ import annotations
 import codecs
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import torch
-from torch import Tensor
 
 from spec_lab.text.strings import Strings, TextPosition, Watcher, check_strings
 
@@ -229,31 +226,6 @@ class Stream:
         begin = end - rules.stops.live[node]  # of what may become a stop string
         # Strings begin with a whole character, so an unfinished character before one is final.
         return [*self._release(begin, final=begin < end), *self._hold()]
-
-    def push_logits(self, row: Tensor, sampler: Callable[[Tensor], int]) -> list[Event]:
-        """Draw the next token from logits that are -inf where a token is banned or may not yet end the text.
-
-        The token's log-probability is that of the softmax of these logits.
-
-        Args:
-            row: ``[V]``; it is not changed.
-            sampler: returns a token for the masked row, which is all -inf if every token is banned.
-
-        Raises:
-            ValueError: as ``push``; the row's width is not V; the sampler returned a masked token.
-        """
-        self._check_growing()
-        if row.shape != (len(self._watcher.pieces),):
-            raise ValueError(f"logits must be [{len(self._watcher.pieces)}], one for each piece, not {[*row.shape]}")
-        barred = self.bans
-        if self._last.position.count < self.rules.min_tokens:
-            barred |= self.rules.stop_tokens
-        masked = row.clone()
-        masked[sorted(barred)] = -math.inf
-        token = int(sampler(masked))
-        if token in barred:
-            raise ValueError(f"the sampler chose token {token}, which is masked")
-        return self.push(token, float(torch.log_softmax(masked.double(), -1)[token]))
 
     def rewind(self, count: int) -> list[Event]:
         """Remove the last ``count`` tokens; the stream is then as it was before them.

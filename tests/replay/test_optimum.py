@@ -7,8 +7,9 @@ import torch
 from spec_lab.core.draft import Draft
 from spec_lab.core.shape import tree
 from spec_lab.propose.trees import parse
-from spec_lab.replay.optimum import by_rank, levels, modelled, optimal_acceptance, summed
+from spec_lab.replay.optimum import by_rank, levels, modelled, summed
 from spec_lab.verify import KSeq, Match, Token, Traversal
+from spec_lab.verify.transport import transport_bound
 from tests.distributions.tabular import Outputs, World, every_draft, side_by_side, target_of
 from tests.oracles.tree_transport import most_accepted
 
@@ -66,17 +67,6 @@ def test_block_verification_is_the_optimum_of_chains_and_exceeds_optimal_nodes(s
         )
         assert block == pytest.approx(bound(world, draft, probability), abs=1e-12)
         assert token < block - 1e-6
-
-
-def test_one_child_has_one_minus_tv():
-    rng = np.random.default_rng(0)
-    p, q = (torch.from_numpy(rng.dirichlet(np.ones(9), 5)) for _ in range(2))
-    for drawn in WAYS:
-        assert optimal_acceptance(p, q, 1, drawn) == pytest.approx(1 - 0.5 * (p - q).abs().sum(1).numpy(), abs=1e-14)
-    given = torch.tensor([[0, 3, 3]] * 5)
-    assert optimal_acceptance(p, q, 3, "deterministic", given) == pytest.approx((p[:, 0] + p[:, 3]).numpy())
-    with pytest.raises(ValueError, match="candidates"):
-        optimal_acceptance(p, q, 3, "deterministic")
 
 
 def test_points_accept_their_texts_probability():
@@ -139,7 +129,7 @@ def test_acceptance_by_rank_sums_to_the_optimum_of_all_children():
     shares = by_rank(draft, p, levels(draft, p).weight, 4)
     assert shares.shape == (2, 4) and (shares >= 0).all()
     first, q = torch.from_numpy(world.p(()))[None], torch.from_numpy(world.q(()))[None]
-    assert shares[0].sum() == pytest.approx(optimal_acceptance(first, q, 4, "iid")[0])
+    assert shares[0].sum() == pytest.approx(transport_bound(first, q, 4, "iid")[0])
     value = modelled(draft.shape, shares)
     assert value == pytest.approx(shares[0, 0] + shares[0, 1] + shares[0, :2].sum() * shares[1, 0])
 

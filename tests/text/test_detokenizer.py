@@ -5,7 +5,6 @@ import math
 import random
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -361,32 +360,6 @@ def test_forks_are_independent():
     assert stream.text == "abc" and two.tokens == []
 
 
-def test_logits_are_masked_before_the_sampler_sees_them():
-    seen = []
-
-    def best(row):
-        seen.append(row.tolist())
-        return row.argmax()
-
-    stream = Stream([b"a", b"b", b"", b"c"], Rules(frozenset({2}), (), ("b",), min_tokens=1))
-    row = torch.tensor([0.0, 2.0, 3.0, 1.0])
-    assert stream.push_logits(row, best) == [Rewind(1, 1)]
-    (event,) = stream.push_logits(row, best)
-    assert event.text == "c" and event.logprobs == pytest.approx((math.log(math.e / (1 + math.e)),))
-    assert stream.push_logits(row, best)[-1].reason == "stop"
-    assert seen == [[0.0, 2.0, -math.inf, 1.0], [0.0, -math.inf, -math.inf, 1.0], [0.0, 2.0, 3.0, 1.0]]
-    assert row.tolist() == [0.0, 2.0, 3.0, 1.0]
-
-
-def test_a_sampler_that_ignores_the_mask_is_refused():
-    stream = Stream([b"a", b""], Rules(frozenset({1}), min_tokens=1))
-    with pytest.raises(ValueError, match="token 1.*masked"):
-        stream.push_logits(torch.zeros(2), lambda row: 1)
-    with pytest.raises(ValueError, match=r"logits must be \[2\]"):
-        stream.push_logits(torch.zeros(1, 2), lambda row: 0)
-    assert stream.tokens == []
-
-
 @few
 @given(pieces_of(), strings, st.integers(0, 6))
 def test_healed_bytes_are_repeated_and_dropped(pieces, stops, size):
@@ -437,7 +410,6 @@ def test_a_finished_stream_refuses_further_tokens():
         lambda: stream.push(0),
         lambda: stream.rewind(0),
         lambda: stream.end("again"),
-        lambda: stream.push_logits(torch.zeros(1), int),
     ):
         with pytest.raises(ValueError, match=r"finished \(done\)"):
             action()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp, inf, log, log1p, sqrt
+from math import exp, inf, log, log1p, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -89,11 +89,6 @@ def detectable_tv(df: int, samples: int, alpha: float = ALPHA, power: float = PO
     if df < 1 or samples < 1:
         return 1.0
     return min(1.0, sqrt(_noncentrality(df, alpha, power) / (4 * samples)))
-
-
-def samples_for(tv: float, df: int, alpha: float = ALPHA, power: float = POWER) -> int:
-    """Return how many samples make ``tv`` detectable: lambda / (4 TV^2), the inverse of ``detectable_tv``."""
-    return ceil(_noncentrality(df, alpha, power) / (4 * tv**2))
 
 
 def distance(counts: np.ndarray, expected: np.ndarray) -> float:
