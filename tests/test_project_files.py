@@ -45,8 +45,14 @@ def test_templates_of_issues_have_a_name(file):
     assert front["name"] and front["about"]
 
 
-def test_the_citation_has_the_date_of_its_version():
-    assert isinstance(yaml.safe_load((ROOT / "CITATION.cff").read_text())["date-released"], date)
+def test_the_citation_is_of_the_format_1_2_0_and_agrees_with_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["type"] in ("software", "dataset")
+    assert citation["message"] and citation["title"] and citation["authors"]
+    assert all(set(author) & {"name", "family-names", "alias"} for author in citation["authors"])
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert isinstance(citation["date-released"], date)
+    assert f"Version {citation['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_package_states_its_types_authors_and_versions_of_python():
