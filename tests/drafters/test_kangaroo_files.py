@@ -1,7 +1,5 @@
 """Adapters of Kangaroo: what is read and written, and what is refused."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -79,12 +77,3 @@ def test_the_exit_layer_of_a_run_must_be_that_of_the_config(target, tmp_path):
         read_kangaroo(folder, target, 2)
     network = read_kangaroo(folder, target, 1)
     assert network.settings.exit_layer == 1 and not network.reading.others
-
-
-def test_a_missing_folder_and_pickled_weights_are_named(target, tmp_path):
-    with pytest.raises(OSError, match="there is no folder .*none"):
-        read_kangaroo(str(tmp_path / "none"), target)
-    (tmp_path / "config.json").write_text(json.dumps(adapter(H)[0]))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="spec-lab convert"):
-        read_kangaroo(str(tmp_path), target)

@@ -7,10 +7,12 @@ import pytest
 from spec_lab.drafters.block.propose import BlockDrafter
 from spec_lab.drafters.eagle import propose as eagle
 from spec_lab.drafters.hydra.propose import Hydra
+from spec_lab.drafters.kangaroo import propose as kangaroo
 from spec_lab.drafters.medusa.propose import Medusa
 from tests.drafters.block_drafters import dflash
 from tests.drafters.eagle_heads import eagle1, written
 from tests.drafters.hydra_heads import hydra
+from tests.drafters.kangaroo_adapters import adapter
 from tests.drafters.medusa_heads import authors
 from tests.tiny import VOCABULARY, tiny_target
 
@@ -19,6 +21,7 @@ FAMILIES = {
     "hydra": (partial(Hydra.load, depth=2), hydra(32, VOCABULARY), "hydra_lm_head.pt"),
     "block": (partial(BlockDrafter.load, depth=2), dflash(32), "pytorch_model.bin"),
     "medusa": (partial(Medusa.load, tree="2"), authors(32, VOCABULARY), "medusa_lm_head.pt"),
+    "kangaroo": (partial(kangaroo.load, depth=2), adapter(32), "pytorch_model.bin"),
 }
 
 
