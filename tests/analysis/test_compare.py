@@ -328,6 +328,3 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
             compare(folders)
     with pytest.raises(ValueError, match="level"):
         compare([a, only], level=95)
-
-
-# Verdicts on times ---------------------------------------------------------------------------------------------------

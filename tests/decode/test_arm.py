@@ -39,8 +39,8 @@ def an_arm(proposer: Proposer | None = None, **parts):
     ("proposer", "parts", "error", "words"),
     [
         (draft_model("1x1", "gumbel"), {}, Misfit, "verifier 'token' supports .*'draft_model' draws 'gumbel'"),
-        (Demands(top_k=VOCABULARY + 1), {}, ValueError, "requires the top_k"),
-        (Demands(hidden=(99,)), {}, ValueError, "requires hidden state 99"),
+        *((Demands(top_k=k), {}, ValueError, rf"requires the top_k={k}\b") for k in (-1, VOCABULARY + 1, 10**6)),
+        *((Demands(hidden=(0, n)), {}, ValueError, f"requires hidden state {n} ") for n in (99, -99)),
         (Demands(abilities=frozenset({"state_snapshots"})), {}, ValueError, "requires state_snapshots"),
         (null_with(nodes="3"), {}, WrongValue, r"Null\.nodes must be a whole number of at least 0, not '3'"),
         (null_with(node=3), {}, TypeError, r"Null\.node .*did you mean nodes\?"),
@@ -68,6 +68,7 @@ def test_a_replaced_part_is_checked_again():
     with pytest.raises(Misfit, match="verifier 'gumbel'"):
         replace(arm, verifier=Gumbel())
     assert replace(arm, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel()).draws is arm.draws
+    an_arm(Demands(top_k=VOCABULARY))  # as many as there are
 
 
 def test_engines_of_one_arm_count_their_own_forks_and_have_their_own_memory():

@@ -569,19 +569,6 @@ def test_cells_of_rows_that_are_computed_only_are_freed(target):
         assert (target.lm.cells.references > 0).sum() == sum(len(sequence.kv) for sequence in engine.live)
 
 
-@pytest.mark.parametrize("layer", [99, -99])
-def test_a_proposer_that_requires_a_hidden_state_that_there_is_not_is_refused_at_once(target, layer):
-    with pytest.raises(ValueError, match=f"'guess' .*{layer}"):
-        Engine(Arm(target, Guess(target, Requires(hidden=(0, layer))), Token(), CounterDraws(0)))
-
-
-@pytest.mark.parametrize("top_k", [-1, VOCABULARY + 1, 10**6])
-def test_a_proposer_that_requires_more_likeliest_tokens_than_there_are_is_refused_at_once(target, top_k):
-    with pytest.raises(ValueError, match=rf"top_k={top_k}\b"):
-        Engine(Arm(target, Guess(target, Requires(top_k=top_k)), Token(), CounterDraws(0)))
-    Engine(Arm(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0)))
-
-
 @pytest.mark.parametrize("sampling", [COLD, replace(WARM, top_k=5, repetition_penalty=1.4)])
 def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
     """Before masks, penalties and temperature; of the root and of all nodes, rejected ones too."""

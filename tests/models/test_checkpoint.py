@@ -581,6 +581,3 @@ def test_a_stop_token_that_the_model_does_not_have_is_ignored_if_there_is_anothe
     assert load(folder).ends == {3}
     (line,) = [record.message for record in caplog.records]
     assert "eos_token_id 1000000 is ignored" in line
-
-
-# Heads -------------------------------------------------------------------------------------------------------------

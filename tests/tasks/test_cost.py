@@ -352,6 +352,3 @@ def test_costs_with_a_hole_are_refused(tmp_path):
     frame = frame[(frame["arm"] != "nodes 5") | (frame["batch"] != 2)]
     with pytest.raises(ValueError, match="not the whole grid"):
         Cost.of(frame)
-
-
-# The study ---------------------------------------------------------------------------------------------------------

@@ -339,6 +339,3 @@ def test_pooled_numbers_equal_those_by_hand():
     assert other["share_of_bound"]["mean"] == pytest.approx(1.0 / 1.8)
     assert token["verify_us"] == pytest.approx({"median": 20, "low": 15, "high": 25})
     assert token["share_of_forward"] == pytest.approx(0.01)
-
-
-# The command line --------------------------------------------------------------------------------------------------

@@ -274,6 +274,3 @@ def test_a_comparison_has_a_page_with_the_numbers_of_its_table(compared):
         page.read_text().count('<figure class="chart"><svg')
         == frame.query("verdict != 'not tested'")["figure"].nunique()
     )
-
-
-# Themes --------------------------------------------------------------------------------------------------------------
