@@ -431,6 +431,25 @@ def study(
     return table
 
 
+def study_by_place(
+    script: str, names: Mapping[str, str], order: Sequence[str], arguments: Sequence[str] | None, claim: str, part: str
+) -> pd.DataFrame:
+    """Run the command of a study that compares arms on each text and temperature, as ``study`` does.
+
+    Args:
+        names: how arms are shown; ``order`` is theirs in figures and tables.
+    """
+
+    def named(table: pd.DataFrame) -> dict[str, str]:
+        return {arm: names[arm] for arm in ordered(list(table["arm"]), order)}
+
+    return study(
+        script, lambda runs: kept(swept(runs), "prompts", "temperature"),
+        lambda table: speedups_by_place(table, named(table)), lambda table: taus_by_place(table, named(table)),
+        arguments, claim, part,
+    )  # fmt: skip
+
+
 def baseline_share(runs: Path) -> str:
     """Return the sentence that states how close the baselines of all runs in a folder come to their machine's roofline.
 

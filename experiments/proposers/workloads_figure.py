@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from experiments.plots import NAMES, kept, ordered, speedups_by_place, study, swept, taus_by_place
+from experiments.plots import NAMES, study_by_place
 from experiments.proposers.workloads import ARMS
 
-KEYS = ("prompts", "temperature")
 CLAIM = "The suffix proposer gains most often; drafts of many nodes lose everywhere on these two cores"
 ARM_NAMES = NAMES | {
     "draft_best_first": "draft tree, best first",
@@ -21,28 +18,8 @@ ARM_NAMES = NAMES | {
 }
 
 
-def results(runs: Path) -> pd.DataFrame:
-    """Return one row for each workload, temperature and proposer."""
-    return kept(swept(runs), *KEYS)
-
-
-def named(table: pd.DataFrame) -> dict[str, str]:
-    """Return the names of the arms, in order."""
-    return {arm: ARM_NAMES[arm] for arm in ordered(list(table["arm"]), [*ARMS])}
-
-
-def draw(table: pd.DataFrame) -> Figure:
-    """Plot the speed-up of every proposer; a panel for each workload and temperature."""
-    return speedups_by_place(table, named(table))
-
-
-def written(table: pd.DataFrame) -> str:
-    """Return the README's table."""
-    return taus_by_place(table, named(table))
-
-
 def main(arguments: Sequence[str] | None = None) -> pd.DataFrame:
-    return study(__file__, results, draw, written, arguments, CLAIM, "workloads")
+    return study_by_place(__file__, ARM_NAMES, [*ARMS], arguments, CLAIM, "workloads")
 
 
 if __name__ == "__main__":
