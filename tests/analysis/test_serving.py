@@ -7,12 +7,6 @@ import pytest
 from spec_lab.analysis.metrics import speedup
 from spec_lab.analysis.serving import drift_figures, serving_verdict, summarise
 
-MANIFEST = {
-    "config": {}, "seed": 0, "weights_sha256": {}, "prompts_sha256": "", "commit": "0", "versions": {},
-    "machine": {"processor": "x", "cores": 2, "gpus": []},
-    "threads": 1, "arms": ["draft", "baseline"], "proposers": {},
-}  # fmt: skip
-
 
 def frame(*rows):
     names = ["arm", "segment", "arrival", "admitted", "first_token", "end", "tokens"]

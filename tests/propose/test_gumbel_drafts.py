@@ -224,17 +224,6 @@ def test_every_key_of_a_decode_is_drawn_once(target, tree):
     assert len({noise.tobytes() for noise in draws.noise.values()}) == len(draws.noise)
 
 
-# The output distribution of the real loop --------------------------------------------------------------------------
-
-THREE = Sampling(1.0, top_k=3)
-
-
-def some(target, text):
-    """The tokens that may follow, with their probabilities."""
-    distribution = plain_probabilities(target.lm.model, list(text), THREE)
-    return [(token, float(distribution[token])) for token in distribution.nonzero()[:, 0].tolist()]
-
-
 # Early stops and bad input -----------------------------------------------------------------------------------------
 
 

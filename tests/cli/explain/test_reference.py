@@ -9,8 +9,6 @@ from spec_lab.cli.explain.reference import EXPERIMENT, canonical
 from spec_lab.cli.explain.terminal import reference
 from spec_lab.cli.main import conf, groups, top_level_options
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture(scope="module")
 def known():
