@@ -14,13 +14,7 @@ from spec_lab.drafters.layer_conventions import window_fields
 
 
 def write_block(network: BlockNetwork, kind: Kind, folder: Path, facts: Mapping[str, str], dtype: torch.dtype) -> str:
-    """Write a block drafter that reads the target's embedding; return the SHA-256 of its weights.
-
-    Args:
-        folder: is made.
-        facts: for the file's metadata.
-        dtype: of the weights in the file.
-    """
+    """Write a block drafter that reads the target's embedding; return the SHA-256 of its weights."""
     settings, head = network.settings, network.settings.head
     inner = {
         "projector_type": kind, "mask_token_id": settings.mask_token,

@@ -283,11 +283,8 @@ def write_eagle3(
 
     Args:
         network: ``drafters.eagle.network.Eagle3``.
-        folder: is made.
         target: name or path of the target.
         architecture: of the target, as transformers names it.
-        facts: for the file's metadata.
-        dtype: of the weights in the file.
         layout: of a head of another kind, ``PEAGLE``.
         more: fields of its config.
     """
@@ -330,10 +327,7 @@ def write_eagle(
 
     Args:
         weights: by the network's own names.
-        folder: is made.
         embedding: ``[V, H]`` of the target, which the official loader reads from the head's file.
-        facts: for the file's metadata.
-        dtype: of the weights in the file.
     """
     tensors = {EAGLE.published(name)[0]: weight for name, weight in weights.items()}
     tensors["embed_tokens.weight"] = embedding[: settings.vocab_size]

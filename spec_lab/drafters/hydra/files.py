@@ -108,9 +108,7 @@ def write_hydra(
     """Write heads under their published names; return the SHA-256 of their weights.
 
     Args:
-        folder: is made.
         target: name or path of the target.
-        facts: for the file's metadata.
         dtype: of the weights in the file; None: their own.
     """
     settings = network.settings

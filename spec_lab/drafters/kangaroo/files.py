@@ -94,10 +94,7 @@ def write_kangaroo(
     """Write an adapter; return the SHA-256 of its weights.
 
     Args:
-        folder: is made.
         vocab_size: of the target.
-        facts: for the file's metadata.
-        dtype: of the weights in the file.
     """
     settings = network.settings
     config = dict(settings.layer) | {

@@ -253,8 +253,6 @@ def export_medusa(
 
     Args:
         vocab_size: of the target.
-        folder: is made.
-        facts: for the file's metadata.
     """
     heads, layers, hidden, _ = tensors["weight"].shape
     config = {

@@ -217,10 +217,8 @@ def write_mtp(
 
     Args:
         network: whose layers have the names of their family's checkpoints (Llama, Qwen3).
-        folder: is made.
         layout: of the names. Modules that share all but their layers are "qwen"; several that do not are "deepseek".
         layers: of the target.
-        facts: for the file's metadata.
         dtype: of the weights in the file; None: their own.
 
     Raises:
