@@ -8,17 +8,15 @@ returns a matplotlib ``Figure``, or None where there is nothing to draw.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from spec_lab.analysis.figures.certificate import convergence, detectable, pair_name
-from spec_lab.analysis.figures.comparison import MAX_CHANGES, changes
+from spec_lab.analysis.figures.comparison import changes
 from spec_lab.analysis.figures.cost import step_costs
 from spec_lab.analysis.figures.distance import distance
 from spec_lab.analysis.figures.drafter_check import by_depth, reading_taus, reliability
@@ -29,7 +27,6 @@ from spec_lab.analysis.figures.palette import (
     GREY,
     PHASES,
     PROPOSERS,
-    SEQUENCE,
     colour,
     colours,
     option_colours,
@@ -46,13 +43,11 @@ from spec_lab.analysis.figures.run import (
     tokens,
     tree_layout,
 )
-from spec_lab.analysis.figures.style import SPEEDUP, STYLE, short
+from spec_lab.analysis.figures.style import SPEEDUP, STYLE
 from spec_lab.analysis.figures.sweep import MAX_ROWS, forest, lines, tau_and_speedup
 from spec_lab.analysis.figures.themed import svg
 from spec_lab.analysis.figures.training import held_out, learning
 from spec_lab.analysis.figures.verifiers import verifier_label, verifier_panels
-from spec_lab.analysis.metrics import Tables, sweeps
-from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.core.files import own_folder, replacing
 from spec_lab.results.result import no_figure
 
