@@ -183,11 +183,7 @@ def _check_own(file: Path, folder: str, choice: str) -> None:
 
 @contextmanager
 def composing(given: Namespace) -> Iterator[Hydra]:
-    """Set Hydra up with the folders of configs that a command line names; restore what was there before.
-
-    Args:
-        given: the parsed command line.
-    """
+    """Set Hydra up with the folders of configs that a command line names; restore what was there before."""
     path = str(Path(conf(), given.config_path or ""))
     folders = create_config_search_path(path)
     if given.config_dir:

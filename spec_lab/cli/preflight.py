@@ -263,7 +263,6 @@ def check_writable(out: Any, option: str = "output_dir") -> list[Path]:
     """Exit with code 1 unless ``out`` can be created and written to. Folders created by the check are removed again.
 
     Args:
-        out: the option's value.
         option: its name, for messages.
 
     Returns:

@@ -294,7 +294,6 @@ class StepConstraint:
 
         Args:
             states: ``[B]`` at the roots.
-            draft: the forest.
             draft_masks: the masks that the proposer was given; None where drafts are not masked.
             read: reads the drafted tokens on the host.
         """

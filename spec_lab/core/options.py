@@ -303,7 +303,6 @@ def words(hint: Any, column: int = 1) -> str:
     """Return a declared type with its bounds; empty if it is no type of a config.
 
     Args:
-        hint: the type.
         column: 0: as the reference writes it, such as "int from 1 to 64 or null"; 1: as messages do; 2: as messages
             name several.
     """
@@ -342,7 +341,6 @@ def bounds(hint: Any, meaning: str, chosen: str = "") -> str:
     """Return the bounds of a declared type as a comment states them; empty if they tell nothing new.
 
     Args:
-        hint: the type.
         meaning: beside which they stand; names that it explains are not listed.
         chosen: of a table's names, among which this one is; they are not listed.
     """
@@ -369,7 +367,6 @@ def accept(name: str, value: Any, hint: Any) -> None:
 
     Args:
         name: of the option, for the message.
-        value: as given.
         hint: the declared type.
 
     Raises:
@@ -471,8 +468,6 @@ def whole(name: str, value: Any, minimum: int = 1, otherwise: str = "", maximum:
 
     Args:
         name: of the value, for the message.
-        value: as given.
-        minimum: the lower bound.
         otherwise: which other values are allowed, for the message.
         maximum: the upper bound; None for none.
 

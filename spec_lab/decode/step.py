@@ -41,7 +41,6 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
 
     Args:
         sequences: each with at least one pending token.
-        arm: what decodes.
         chunks: further sequences of which only a part of the prompt is computed, in the same forward.
 
     Raises:

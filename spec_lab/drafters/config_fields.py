@@ -107,7 +107,6 @@ class Fields:
         """Refuse fields that are unknown, and values that are not supported.
 
         Args:
-            file: the config.
             config: its fields; null is a missing field.
             inside: a mapping in it, whose fields are checked as well.
 

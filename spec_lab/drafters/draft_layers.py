@@ -141,7 +141,6 @@ class DraftLayers(nn.Module):
         """Self-attention of one layer over inputs ``[1, N, X]`` -> ``[1, N, H]``.
 
         Args:
-            layer: its number.
             x: normed.
             rotation: as in ``rotate``.
             cache: ``runners.attention.Pack``, or anything with its ``update``.

@@ -277,7 +277,6 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
     in which no draft tree or other text can be attended to, already varies by more: of weights of few bits.
 
     Args:
-        model: the model.
         settings: how it is computed.
         sha256: of its file.
         cache: results that were measured before; a new one is added.

@@ -154,7 +154,6 @@ def check_weights_fit(
     """Refuse a model whose weights do not fit the memory, before they are read.
 
     Args:
-        path: as given.
         model: as its config describes it, without weights.
         dtype: of ``DTYPES``.
         device, stays: as in ``weight_bytes``.

@@ -340,7 +340,6 @@ def check_quantized_fit(
     """Refuse a quantized model whose weights do not fit the memory, before they are read.
 
     Args:
-        path: as given.
         model, how, dtype, files: as in ``quantized_bytes``.
         device: where the weights will be.
         room: available bytes there; None where they are not known.

@@ -183,7 +183,6 @@ def checked(
     """Return ``self_check``'s result, measured once for the same weights in the same setting.
 
     Args:
-        model: the model.
         attention: how it computes attention.
         sha256: of its weights (``checkpoint.weights_hash``); empty where it is not known: then it is always measured.
         cache: results that were measured before; a new one is added.

@@ -55,7 +55,6 @@ def build(texts: Iterable[str], tokenizer: Any, out: Path) -> BuiltStore:
     """Build a store of texts.
 
     Args:
-        tokenizer: the target's.
         out: a folder that does not exist, or is empty. On errors nothing is left in it.
 
     Raises:

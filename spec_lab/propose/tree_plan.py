@@ -320,7 +320,6 @@ class TreePlan:
         """Draft below every sequence of a batch.
 
         Args:
-            batch: the sequences.
             depths: ``[B]`` most levels of each tree; the plan's own apply as well. 0 or less: nothing is drafted.
             roots: logits at the roots of the trees with a depth above 0, in order; None if there are none.
             expand: computes further rows; None where ``roots`` is.

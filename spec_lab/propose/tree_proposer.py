@@ -97,7 +97,6 @@ class TreeProposer(Proposer):
 
         Args:
             batch, depths: as in ``begin``.
-            levels: the forest.
         """
         return None
 

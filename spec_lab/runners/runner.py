@@ -433,7 +433,6 @@ class DraftRunner(Runner):
         Args:
             sequences: ``[B]``; None for a tree without nodes.
             pending: tokens that follow, of the other sequences.
-            shape: the forest.
             arrays: what else is uploaded.
 
         Returns:

@@ -58,9 +58,6 @@ class AnsweredText:
 def check_source(answers_from: str | None = None, generate: str | None = None, answers: int = 1) -> None:
     """Refuse options that name answers and ask for others, or a file that does not exist. Needs no target.
 
-    Args:
-        answers_from, generate, answers: as in ``tasks.train``.
-
     Raises:
         WrongOption: names the option.
     """
@@ -93,7 +90,6 @@ def read_answers(
             file with one JSON object per line: ``messages``, of which those with the role assistant are the answers;
             optional are ``id``, ``system``, ``tools``, and ``complete``, which is false where the last answer was cut,
             so that it has no end.
-        tokenizer: the target's.
         ends: the target's end-of-text tokens.
         template: writes the messages of a file of conversations; None: plain text.
         weights: SHA-256s of the target's weights; a run's answers must be of one of these. Empty: of any.

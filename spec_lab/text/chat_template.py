@@ -74,7 +74,6 @@ class ChatTemplate:
         """Return the template's text for this tokenizer; empty for plain text.
 
         Args:
-            tokenizer: the target's.
             tools: whether there are tools: a tokenizer may have a template of its own for these.
 
         Raises:
@@ -113,7 +112,6 @@ def render(
     Args:
         template: the template; None for plain text: the messages with an empty line before each of the user's.
         tools: JSON schemas.
-        tokenizer: the target's.
         where: names the prompt, for messages.
         prompt: whether an answer is asked for; false writes the messages alone, the last of which may be an answer.
 
@@ -217,7 +215,6 @@ def template_facts(templates: Sequence[tuple[ChatTemplate | None, bool]], tokeni
 
     Args:
         templates: each with whether there are tools (``ChatTemplate.of``); None for plain text.
-        tokenizer: the target's.
     """
     known = [(template, template.of(tokenizer, tools)) for template, tools in templates if template is not None]
     used = [(template, source) for template, source in known if source]

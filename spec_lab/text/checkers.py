@@ -58,7 +58,6 @@ def check(checker: str, text: str, answer: str, prompt: str = "", completes: boo
 
     Args:
         checker: one of ``CHECKERS``.
-        text: the answer.
         answer: what it should be.
         prompt: the text that the model continued.
         completes: whether it completed a text, instead of answering a message.

@@ -141,8 +141,6 @@ def encode_turn(
     """Return the text that the model continues, and its token ids.
 
     Args:
-        prompt: the prompt or conversation.
-        tokenizer: the target's.
         context: maximum number of tokens of a sequence.
         longest: maximum number of tokens of a prompt. The middle of a longer one is removed, as LongBench (2308.14508)
             does; None removes nothing.

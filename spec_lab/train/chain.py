@@ -48,7 +48,6 @@ class Drafts(Protocol):
         token is learned (``text.counts(1)``) must be there; others are ignored.
 
         Args:
-            text: the texts.
             hidden: ``[B, T, H]`` of the target after its final norm.
             embedded: ``[B, T, H]`` the target's embeddings of the tokens.
         """

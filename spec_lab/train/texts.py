@@ -95,7 +95,6 @@ class Texts:
         """Read a file that ``write`` or ``generate.generate`` wrote.
 
         Args:
-            path: the file.
             hidden: whether to read its hidden states.
         """
         tensors, facts = read_tensors(path, () if hidden else ("hidden",))

@@ -46,9 +46,6 @@ class Verdict:
     def expected_accepted(self, shape: Shape) -> Array:  # [B]
         """Return the exact expected number of accepted tokens of each tree, given the draft.
 
-        Args:
-            shape: the draft's.
-
         Returns:
             ``[B]`` float64.
         """
@@ -175,9 +172,7 @@ def misfit(
     """Return why a verifier cannot verify a proposer's drafts; None where it can, as far as both declare.
 
     Args:
-        proposer: its name.
         draws: the ways in which it draws nodes, or the only one.
-        verifier: verifies the drafts.
         branches: whether its drafts may branch; None where it does not declare that. Each draft is then checked.
     """
     if why := _unfit(f"proposer '{proposer}' draws", frozenset({draws}) if isinstance(draws, str) else draws, verifier):
@@ -222,7 +217,6 @@ def check_draft(proposer: str, verifier: Verifier, draft: Draft) -> None:
     A proposer may draft what it has not declared; this is checked in every step.
 
     Args:
-        proposer: its name.
         verifier: verifies the draft.
         draft: to be verified.
 

@@ -17,8 +17,6 @@ def accuracy(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> di
     Groups that broke are left out, and sequences that a constraint did not keep.
 
     Args:
-        requests: the run's requests.
-        arm: the arm.
         baseline: the arm that it is compared with.
 
     Returns:

@@ -29,7 +29,6 @@ def verify_steps(steps: pd.DataFrame, arm: str) -> pd.DataFrame:
 
     Args:
         steps: the run's table ``steps``.
-        arm: its name.
     """
     verified = ~steps["prefill"] | (steps["nodes"] > 0)
     return steps[(steps["arm"] == arm) & verified & ~steps["finish"].isin(BROKEN)]

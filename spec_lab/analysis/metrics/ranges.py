@@ -25,10 +25,6 @@ def along_text(tables: Tables, arm: str) -> dict[str, list[dict[str, Any]]]:
     Positions and contexts are in ranges of 1 to 16 tokens, 17 to 32, 33 to 64, and so on. In the last range of
     positions the output's end cuts steps off, which ``expected_tau`` does not count.
 
-    Args:
-        tables: the run's rows.
-        arm: its name.
-
     Returns:
         ``by_position``, by tokens of the output before the step; ``by_context``, by tokens before the step, prompt
         included; ``by_turn``, by the model's answer in its conversation, from 1. Each is a list of ranges as of

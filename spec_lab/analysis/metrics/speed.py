@@ -35,7 +35,6 @@ def timed_groups(requests: pd.DataFrame, prefill: bool = False) -> list[int]:
     An arm that emitted no token in any group has no speed, and does not count.
 
     Args:
-        requests: the run's requests.
         prefill: whether the prefill's tokens and seconds are included.
     """
     totals = _totals(requests, prefill)
@@ -81,8 +80,6 @@ def speedup(requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefil
     A group's tokens and seconds of both arms are left out together, as what was decoded on the same prompts.
 
     Args:
-        requests: the run's requests.
-        arm: the arm.
         baseline: the arm that it is compared with.
         prefill: whether the prefill's tokens and seconds are included.
 
@@ -100,7 +97,6 @@ def speedup_of_totals(totals: pd.DataFrame, baseline: pd.DataFrame, level: float
     Args:
         totals: ``tokens`` and ``seconds`` of the arm, indexed by unit; ``baseline``: the baseline's. Units that only
             one arm has, or in which one of the four is 0, are left out.
-        level: the interval's nominal coverage.
     """
     sums = pd.concat([totals, baseline], axis=1, join="inner").to_numpy(dtype=float)  # [units, 4]
     sums = sums[(sums > 0).all(axis=1)]

@@ -190,12 +190,7 @@ def slow_units(arms: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
 
 
 def run_verdict(tables: Tables, manifest: Mapping[str, Any]) -> TimingVerdict:
-    """Return the verdict on the finished groups of a benchmark, with the machine of its manifest.
-
-    Args:
-        tables: the run's rows.
-        manifest: of the run.
-    """
+    """Return the verdict on the finished groups of a benchmark, with the machine of its manifest."""
     return timing_verdict(units_of_run(tables), Resources.of(manifest))
 
 

@@ -58,9 +58,6 @@ def write(folder: Path) -> Path:
     A run may still be running, or have been killed: its finished groups are shown. Of a sweep, finished runs are shown,
     and the state of the others.
 
-    Args:
-        folder: the directory.
-
     Returns:
         The page.
 

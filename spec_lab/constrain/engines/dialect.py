@@ -20,7 +20,6 @@ def pattern_for(pattern: str, quoted: bool = False) -> str:
     The engine's dot also matches line feeds, and its negations outside of a class match halves of surrogate pairs.
 
     Args:
-        pattern: a regular expression.
         quoted: whether it describes the inside of a JSON string, where the engine escapes nothing.
 
     Raises:

@@ -59,7 +59,6 @@ class Cost:
         """Return the seconds of a step of an arm.
 
         Args:
-            arm: its name.
             nodes: mean number of draft nodes of a sequence.
             batch: number of live sequences.
             context: mean number of tokens of a sequence.

@@ -51,7 +51,6 @@ def verdict(frame: pd.DataFrame, manifest: Mapping[str, Any]) -> metrics.TimingV
 
     Args:
         frame: the rows of ``tables.COST``.
-        manifest: of the run.
     """
     rows = frame.groupby(["turn", "batch", "context"])
     table = rows.agg(seconds=("whole", "sum"), tokens=("whole", "size"))
