@@ -50,7 +50,8 @@ def speedups_by_batch_and_length(cells: pd.DataFrame, design: str) -> Figure | N
         _numbers(axes, grid, norm)
         for column in range(grid.shape[1]):
             if np.isfinite(grid[:, column]).any():
-                _frame(axes, column, int(np.nanargmax(grid[:, column])))
+                x, y = column - 0.46, int(np.nanargmax(grid[:, column])) - 0.44
+                axes.add_patch(Rectangle((x, y), 0.92, 0.88, fill=False, edgecolor="black", linewidth=1.2))
         _axes(axes, batches, [str(length) for length in lengths], device)
     panels[0].set_ylabel("draft length")
     title = f"Projected speed-up: {short([design], 36)[design]}\nFrames: the fastest length"
@@ -132,10 +133,6 @@ def _numbers(axes: Axes, grid: np.ndarray, norm: TwoSlopeNorm) -> None:
     for y, x in np.argwhere(np.isfinite(grid)):
         dark = abs(float(norm(grid[y, x])) - 0.5) > 0.3
         axes.text(x, y, f"{grid[y, x]:.2f}", ha="center", va="center", fontsize=7.5, color="white" if dark else "black")
-
-
-def _frame(axes: Axes, x: int, y: int) -> None:
-    axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor="black", linewidth=1.2))
 
 
 def _axes(axes: Axes, batches: Sequence[int], rows: Sequence[str], title: str) -> None:
