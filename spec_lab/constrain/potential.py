@@ -108,6 +108,7 @@ def explore(
     Args:
         state: the constraint's after the prompt; it is not changed.
         stop: tokens that end a text.
+        vocabulary: V.
         length: most tokens of an output, the stop token included.
         max_nodes: largest number.
 

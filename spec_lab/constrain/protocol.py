@@ -241,6 +241,7 @@ def masks_by_forking(
         states: ``[B]`` at the roots; they are not changed. None allows every token.
         shape: of the forest.
         token: ``[M]`` the nodes' tokens.
+        vocabulary: V.
 
     Raises:
         ConstraintError: at a root. A node where it is raised becomes a dead end.

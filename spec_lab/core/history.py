@@ -117,6 +117,7 @@ class TextHistories:
             texts: ``[B]`` tokens, prompts included.
             prompts: ``[B]`` how many tokens of each are its prompt's.
             samplings: ``[B]``, or one for all.
+            vocabulary: V.
         """
         if not any(sampling.penalized for sampling in samplings):
             return None

@@ -77,6 +77,8 @@ def crowded(load: float | None, threads: int, cores: int) -> bool:
 
     Args:
         load: ``other_load``; None if not known, which counts as no load.
+        threads: of this process.
+        cores: of the machine.
     """
     return load is not None and load + threads > cores + SLACK
 

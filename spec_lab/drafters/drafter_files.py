@@ -280,6 +280,7 @@ def draft_tables(ids: Tensor, vocabulary: int) -> dict[str, Tensor]:
 
     Args:
         ids: ``[W]`` the target's number of each draft token.
+        vocabulary: V.
     """
     kept, tokens = torch.zeros(vocabulary, dtype=torch.bool), ids.cpu()
     kept[tokens] = True

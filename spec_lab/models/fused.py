@@ -157,6 +157,7 @@ class FusedAttention:
 
     Args:
         module: the attention module of transformers, its projections merged into one layer.
+        heads: number of query heads.
         shared: number of key-value heads.
         epsilon: epsilon of the norms over each head of queries and keys; None without them. The weights of the norms
             are a buffer of the module, ``[heads + shared, dim]``.

@@ -53,6 +53,7 @@ class StepCosts:
         steps: timed steps for each size.
         threads: processor cores that the timed process needs.
         other_load: cores that other processes kept busy during the measurement; None where it is not known.
+        cores: of the machine.
         measured: when, as an ISO date with its time zone; empty until it is known.
         cached: whether the costs were read from the cache.
     """

@@ -55,6 +55,7 @@ class VerifierBounds:
     Args:
         name: as it is written.
         lossless: whether its output has the target's distribution. Others can exceed the optimum.
+        used: whether the run used it.
         tau: expected tokens of a step.
         unknown: half the width of what tokens that were not recorded leave open of tau.
         share_first: P(a child of the root is accepted) over its optimum, where only the first level is drafted.

@@ -342,8 +342,10 @@ def estimate(
     """Return a design's tau with its intervals.
 
     Args:
+        method: how its sums were computed.
         sums: what each request adds.
         resampled: draws the requests; one for all designs spares drawing them again. None: one of its own.
+        level: of the interval.
     """
     totals = np.array([sums.tokens.sum(1), sums.steps.sum(1)])  # [2, variants]
     if not (totals[1] > 0).all():

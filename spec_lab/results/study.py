@@ -54,6 +54,9 @@ def parts(out: str | Path, replay: bool = False) -> TableParts:
     """Return the tables of a study, which are written and read prompt by prompt.
 
     A prompt counts as finished once the row of its text is on disk.
+
+    Args:
+        replay: whether distributions are recorded.
     """
     tables = {"recorded": RECORDED, "texts": TEXTS}
     return TableParts(Path(out), {"replay": REPLAY, **tables} if replay else tables, unit="request")

@@ -52,6 +52,7 @@ class AttentionKind(NamedTuple):
         """Whether queries attend to keys, by their positions: arrays or tensors whose shapes broadcast.
 
         Args:
+            query, key: the positions.
             anchor: the last computed position, after which rows are drafted; None: no row is.
         """
         near = key == key

@@ -31,6 +31,7 @@ class CausalDraftPass:
 
     Args:
         taps: numbers of the hidden states that the later forward returns and does not compute again, ascending.
+        logits: whether it computes logits.
     """
 
     def __init__(

@@ -132,6 +132,7 @@ class LayerRanges:
         """Within the block a forward of the model runs the layers of a route.
 
         Args:
+            route: the layers.
             taps: layers whose inputs are returned, among those of the route and the one after its last.
             states: ``[N, H]`` the input of the route's first layer, if it is not layer 0.
 

@@ -32,6 +32,7 @@ class Prepared(Forward):
     Args:
         ids: ``[1, N]`` token ids; for a ``FeatureLM`` what it was given in their place.
         positions: ``[1, N]``.
+        pack: cells and attention masks.
         keep: which rows get logits, as transformers' ``logits_to_keep``; on the host if the model is split over several
             devices.
         mask: of dense attention (``dense``).
@@ -53,6 +54,7 @@ class Uncommitted(NamedTuple):
     """The rows of one sequence in a forward, and the uncommitted tokens among which it attends.
 
     Args:
+        start: its first row.
         sequence: as it was before the forward.
         taken: ``[n]`` the cells of its new rows.
         query: ``[n]`` their positions.

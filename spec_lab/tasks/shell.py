@@ -31,6 +31,7 @@ class Done:
         summary: the contents of its summary file, without ``schema_version``.
         result: reads the result in the run's directory, once the summary is written; None where nothing is shown.
         tables: the run's rows, for the tracker; None for a task with other tables.
+        code: the exit code.
         drawn: names of the figures that are drawn, which may be none; None for all.
     """
 

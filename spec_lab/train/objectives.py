@@ -209,6 +209,7 @@ def mean_losses(
         logits: of each, ``[n, X] -> [n, W]``.
         parameters: that ``logits`` use and whose gradients are computed; they may use fewer.
         truth, rows, kind, deterministic: see ``compare_states``; rows of each position, ``[N_k]``.
+        weights: of the positions.
     """
     learned = [truth.learned(kind)[of].sum().clamp_min(1) for of in rows]
 
@@ -224,6 +225,8 @@ class Chains(NamedTuple):
     """The rows of n chains of K draft positions. Everything is ``[n, K]``, 0 where a chain has no such position.
 
     Args:
+        loss: of each row.
+        alpha: of each row.
         true: of each row, see ``ComparedRows``.
         learned: whether the row has a loss.
         present: whether the chain has the position.

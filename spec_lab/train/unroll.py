@@ -159,6 +159,8 @@ class UnrollAttention:
     """Attention of the newest unroll in one layer. See ``runners.attention.ReadsCells``.
 
     Args:
+        keys: of every unroll.
+        values: of every unroll.
         mask: additive, of the keys of unroll 0; None: row i attends to its columns 0 to i.
         private_mask: additive, of the later ones.
     """

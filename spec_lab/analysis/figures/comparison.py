@@ -23,6 +23,8 @@ def changes(table: pd.DataFrame, figure: str, heading: str) -> Figure | None:
 
     Args:
         table: of ``compare.as_frame``, with a column ``label`` for the rows of the figure.
+        figure: the name of the figure.
+        heading: its heading in tables.
     """
     rows = table[(table["figure"] == figure) & (table["verdict"] != "not tested") & np.isfinite(table["change"])]
     if not len(rows):

@@ -114,6 +114,7 @@ def acceptance_intervals(
     """Return 95 % intervals over groups of ratios of sums over steps.
 
     Args:
+        steps: an arm's decode steps.
         figures: functions that return the terms, by figure: ``SUMMANDS`` here and in ``published``.
     """
     groups = steps["group"].to_numpy()

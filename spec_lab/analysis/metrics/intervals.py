@@ -49,6 +49,7 @@ def cluster_interval(top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike, lev
     Args:
         top, bottom: the terms of the two sums, ``[N]``.
         clusters: the cluster of each row, ``[N]``.
+        level: the interval's nominal coverage.
 
     Returns:
         The ratio, low and high; NaN bounds with fewer than ``MIN_CLUSTERS`` clusters, NaN over nothing.
@@ -73,6 +74,7 @@ def jackknife(
     Args:
         sums: what each cluster adds to each sum, ``[N, K]``.
         statistic: maps totals ``[R, K]`` to values ``[R]``.
+        level: the interval's nominal coverage.
         relative: whether the interval is symmetric in the logarithm, as a factor's is.
     """
     if not len(sums):
@@ -120,6 +122,7 @@ def resampled_sums(sums: np.ndarray, resamples: int) -> np.ndarray:  # [N, K] ->
 
     Args:
         sums: what each unit adds.
+        resamples: number of them.
     """
     return np.concatenate([weights @ sums for weights in _weights(len(sums), resamples)])
 

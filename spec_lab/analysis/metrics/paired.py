@@ -117,7 +117,11 @@ def change(reference: Totals, other: Totals, paired: bool, relative: bool = Fals
 
 
 def acceptance_totals(steps: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return ``top`` and ``bottom`` of each prompt, by figure (``FIGURES``), indexed by request."""
+    """Return ``top`` and ``bottom`` of each prompt, by figure (``FIGURES``), indexed by request.
+
+    Args:
+        steps: one arm's decode steps.
+    """
     totals = {}
     for name in FIGURES:
         top, bottom = SUMMANDS[name](steps)

@@ -97,6 +97,7 @@ def speedup_of_totals(totals: pd.DataFrame, baseline: pd.DataFrame, level: float
     Args:
         totals: ``tokens`` and ``seconds`` of the arm, indexed by unit; ``baseline``: the baseline's. Units that only
             one arm has, or in which one of the four is 0, are left out.
+        level: the interval's nominal coverage.
     """
     sums = pd.concat([totals, baseline], axis=1, join="inner").to_numpy(dtype=float)  # [units, 4]
     sums = sums[(sums > 0).all(axis=1)]

@@ -72,6 +72,7 @@ class MeasuredForward:
     """Measured seconds, interpolated linearly in tokens, batch and context.
 
     Args:
+        grid: the seconds.
         proposer: name of the proposer that was measured; empty for the target, or where it was not recorded.
     """
 

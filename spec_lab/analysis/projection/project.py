@@ -270,6 +270,8 @@ def crossing(
     Args:
         at: maps batches ``[R]`` to values ``[R]``, one of each draw.
         count: R.
+        maximum: the end of the search.
+        minimum: its start.
 
     Returns:
         0 where it is below 1 at the start; infinite where it is not below 1 at any scanned batch.

@@ -108,6 +108,7 @@ def masks(
     Args:
         states: ``[B]`` at the roots; they are not changed. None allows every token.
         token: ``[M]`` the nodes' tokens.
+        vocabulary: V.
         ends: tokens that end a text.
         pool: threads for chains; they help where masks are expensive.
 

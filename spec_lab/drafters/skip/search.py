@@ -88,6 +88,7 @@ class SkipSearch:
 
         Args:
             begin: length of the prompt.
+            length: of the text now.
             done: the tries made so far for this text.
         """
         if self.over(done):

@@ -227,6 +227,7 @@ def grade(proof: Proof, lossless: bool, rejected: bool = False, sampled: bool = 
     ("quick" is what a run calls "exact" of the few instances in ``QUICK``.)
 
     Args:
+        lossless: what the verifier declares.
         rejected: whether a statistical test found a bias.
         sampled: whether a test of the pair's own drafts would have detected a bias that matters.
     """

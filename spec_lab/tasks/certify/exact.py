@@ -75,6 +75,7 @@ class Finding:
         failure: the first text with a wrong probability, in words; None where there is none.
         accepted: mean number of accepted tokens.
         expected: the same as the verdicts expect it.
+        outcomes: number of outcomes enumerated.
         drafted: number of nodes drafted in all of them.
         own_target_tv: total variation from the distribution against which a lossy verifier declares that it is exact
             (``aim``); None where it declares none, or where that distribution depends on more than the text.

@@ -75,6 +75,7 @@ class MaskComparison:
     """The result of ``compare_masks``.
 
     Args:
+        rows: number of rows compared.
         different: of them, those that differ from the rows of fresh states.
         texts: number of texts begun.
         longest: tokens of the longest text.
