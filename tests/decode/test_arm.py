@@ -39,7 +39,8 @@ def an_arm(proposer: Proposer | None = None, **parts):
     ("proposer", "parts", "error", "words"),
     [
         (draft_model("1x1", "gumbel"), {}, Misfit, "verifier 'token' supports .*'draft_model' draws 'gumbel'"),
-        *((Demands(top_k=k), {}, ValueError, rf"requires the top_k={k}\b") for k in (-1, VOCABULARY + 1, 10**6)),
+        (Demands(top_k=-1), {}, ValueError, r"not Requires\(.*top_k=-1\b"),
+        *((Demands(top_k=k), {}, ValueError, rf"requires the top_k={k}\b") for k in (VOCABULARY + 1, 10**6)),
         *((Demands(hidden=(0, n)), {}, ValueError, f"requires hidden state {n} ") for n in (99, -99)),
         (Demands(abilities=frozenset({"state_snapshots"})), {}, ValueError, "requires state_snapshots"),
         (null_with(nodes="3"), {}, WrongValue, r"Null\.nodes must be a whole number of at least 0, not '3'"),
