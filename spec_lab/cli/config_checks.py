@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from spec_lab.cli.build import part_config
 from spec_lab.cli.bundled import conf
 from spec_lab.cli.declarations import check_values, declared, package_sources, qualified
+from spec_lab.cli.misspelt import of_option
 from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import WrongOption, brief
@@ -106,12 +106,8 @@ def check_options(config: DictConfig) -> None:
     """
     options = top_level_options()
     for key in map(str, config):
-        if message := renamed(key):
-            raise Refused(f"spec_lab: {message}")
         if key not in options:
-            near = get_close_matches(key, options, 1)
-            hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
-            raise Refused(f"spec_lab: there is no option {key}; {hint}")
+            raise Refused(f"spec_lab: {_unknown(key, config, options)}")
     for group in PARTS_RENAMED:
         for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
             if (message := renamed(f"{group}.{key}")) and not _declares(group, config[group], str(key)):
@@ -120,6 +116,25 @@ def check_options(config: DictConfig) -> None:
         check_values(config, options)
     except WrongOption as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
+
+
+def _unknown(key: str, config: DictConfig, options: Collection[str]) -> str:
+    """Return that nothing reads what stands below a top-level name, and what was probably meant.
+
+    Args:
+        key: the name, such as that of ``+prompt.limit=4``, which Hydra adds.
+        config: with it.
+        options: names of the top-level options.
+    """
+    content: Any = OmegaConf.to_container(config, resolve=False)
+    written = {str(name): value for name, value in content.items()}
+    name, value = key, written[key]
+    while isinstance(value, Mapping) and (inner := next((each for each in value if each != "_target_"), None)):
+        name, value = f"{name}.{inner}", value[inner]
+    if (name == key or key in RENAMED_GROUPS) and (message := renamed(name)):
+        return message
+    shown = value if isinstance(value, str) else "" if isinstance(value, Mapping) else brief(value)
+    return of_option(name, shown, OmegaConf.masked_copy(config, [option for option in written if option in options]))
 
 
 def _declares(group: str, part: DictConfig, option: str) -> bool:

@@ -74,6 +74,10 @@ def suggestion(error: HydraException, overrides: Sequence[str], composer: Compos
             override = _wrong(str(other), rest)
     if missing := re.search(r"Could not find '(.+)/([^/']+)'", str(error)):
         return of_choice(missing[1], missing[2], composer.choices(missing[1]))
+    if again := re.match(r"Could not append .* '(.+)'\.|Multiple values for (\S+)\. ", str(error)):
+        for given in overrides:
+            if given.startswith(f"+{again[1] or again[2]}="):
+                return f"{given} must not begin with a plus: {given[1:]}"
     if re.match("Ambiguous value", str(error)):
         return f"{first} has several values: add --multirun to run each, or write one list, as in NAME=[A,B]"
     if first and "=" not in first and not first.startswith("~"):
@@ -160,7 +164,8 @@ def of_option(name: str, value: str, config: DictConfig) -> str:
         return f"there is no option {name}, since no arm has this name: add it by +proposer@{above}=NAME"
     elif not near and not (known and above):
         every = list(_names(config))
-        near = [path for path in every if path.rpartition(".")[2] == last] or get_close_matches(name, every, 1)
+        alike = [path for path in every if path.rpartition(".")[2] == last]
+        near = get_close_matches(name, alike, 1, cutoff=0) or get_close_matches(name, every, 1)
     near = [path for path in near if path != name]
     if near:
         return f"there is no option {name}; did you mean {near[0]}{f'={value}' * bool(value)}?"

@@ -382,8 +382,8 @@ def test_an_unknown_option_is_refused_in_one_line(cli):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("+batchsize=2", "batchsize ... batch_size"),
-        ("+qqq=2", "qqq ... arms, banned_strings, baseline, batch_size, constraint"),
+        ("+batchsize=2", "batchsize ... batch_size=2?"),
+        ("+qqq=2", "there is no option qqq; spec-lab explain lists all"),
         ("~seed", "seed ... ~seed"),
     ],
 )

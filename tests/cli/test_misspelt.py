@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from spec_lab.cli.commands import command
-from spec_lab.cli.main import check_composition, check_overrides
+from spec_lab.cli.config_checks import check_options
+from spec_lab.cli.main import check_composition, check_overrides, conf
+from spec_lab.cli.refusals import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +55,9 @@ def check(arguments):
         ("heads/eagle3", "a folder? write proposer.path=heads/eagle3"),
         ("prompts=data/mybench.jsonl", "prompts=jsonl prompts.path=data/mybench.jsonl"),
         ("prompt.limit=4", "prompts.limit=4?"),
+        ("prompt.path=mine.jsonl", "prompts.path=mine.jsonl?"),
+        ("+seed=3", ": seed=3"),
+        ("+proposer=ngram", ": proposer=ngram"),
         ("seed=1 proposer.depth = 2", "without spaces"),
     ],
 )
@@ -74,6 +80,24 @@ def test_what_was_meant_is_said_in_one_line(overrides, meant):
 def test_what_is_no_command_is_answered_with_what_was_meant(words, meant, capsys):
     assert command(words.split()) == 2
     assert meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("+prompt.limit=4", "there is no option prompt.limit; did you mean prompts.limit=4?"),
+        ("+temperature=1", "there is no option temperature; did you mean sampling.temperature=1?"),
+        ("+batchsize=2", "there is no option batchsize; did you mean batch_size=2?"),
+        ("+prompt=[x]", "prompt is now called task.prompt"),
+        ("+qqq=2", "there is no option qqq; spec-lab explain lists all"),
+    ],
+)
+def test_an_option_that_a_plus_adds_is_answered_like_one_without(override, meant):
+    with initialize_config_dir(conf(), version_base="1.3"):
+        config = compose("config", [override])
+    with pytest.raises(Refused) as refused:
+        check_options(config)
+    assert str(refused.value) == f"spec_lab: {meant}"
 
 
 def test_overrides_that_compose_pass():
