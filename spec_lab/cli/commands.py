@@ -222,9 +222,10 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
     convert.add_argument(
         "checkpoint",
         metavar="SOURCE",
-        help="a folder with safetensors; or a drafter's .pt, .bin or .pth file, or a folder with one; or a hub name",
+        help="folder or hub name of a model in safetensors, or of a drafter in a .pt, .bin or .pth file; or that file",
     )
-    convert.add_argument("out", type=Path, metavar="OUT", help="the GGUF file to write; or the folder of the drafter")
+    what = "of a model, the file to write, NAME.gguf; of a drafter, its new folder"
+    convert.add_argument("out", type=Path, metavar="OUT", help=what)
     convert.add_argument("--dtype", help="of a GGUF file's matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's)")
     convert.add_argument("--revision", help="branch, tag or commit of a hub name (main)")
     convert.add_argument("--force", action="store_true", help="overwrite an existing GGUF file")

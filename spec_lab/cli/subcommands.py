@@ -314,11 +314,12 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
 def _convert(given: argparse.Namespace, console: Console) -> int:
     """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
     source, is_gguf = Path(given.checkpoint), given.out.suffix == ".gguf"
-    if not is_gguf and (weights := [*source.glob("model.safetensors*")]):
-        raise ValueError(
-            f"{source} has {weights[0].name}: there is nothing to convert, set proposer.path={source}; to write a "
-            "model as GGUF, let the name of OUT end in .gguf"
-        )
+    nothing = (
+        f"{given.checkpoint} has safetensors, or no pickled weights: there is nothing to convert, set "
+        f"proposer.path={given.checkpoint}; to write a model as GGUF, let the name of OUT end in .gguf"
+    )
+    if not is_gguf and any(source.glob("model.safetensors*")):
+        raise ValueError(nothing)
     from spec_lab.drafters.pickled import convert_pickled, fetched_pickles, pickled_files
     from spec_lab.models.checkpoint import PICKLES
 
@@ -332,6 +333,8 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
         sizes = f"{drafter.size / 2**20:.1f} MiB, {drafter.tensors} tensors"
         say(console, f"{given.out}: {drafter.layout}, {sizes}; SHA-256 of the source {drafter.sha256}")
         return 0
+    if source.is_dir() and not is_gguf:
+        raise ValueError(nothing)
     from spec_lab.models.gguf_export import convert
 
     made = convert(given.checkpoint, given.out, given.dtype, given.force, given.revision)

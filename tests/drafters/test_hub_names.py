@@ -95,6 +95,14 @@ def test_pickles_of_the_hub_are_converted_by_their_name(hub, tiny, target, tmp_p
     assert torch.equal(converted.heads.weight, local.heads.weight)
 
 
+def test_a_drafter_of_the_hub_in_safetensors_is_not_converted(hub, tiny, tmp_path, capsys):
+    hub.add("some/head", tiny / "eagle3")
+    assert command(["convert", "some/head", str(tmp_path / "out")]) == 1
+    errors = capsys.readouterr().err
+    assert "nothing to convert, set proposer.path=some/head; " in errors and errors.count("\n") == 1
+    assert hub.downloads() == ["config.json"] and not (tmp_path / "out").exists()
+
+
 def test_modules_in_the_targets_own_checkpoint_are_those_of_the_target(target):
     with pytest.raises(ValueError, match="holds no MTP module"):
         mtp.load(target, depth=1)
