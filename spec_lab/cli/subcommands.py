@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import re
 import sys
@@ -19,13 +20,17 @@ from rich.console import Console
 from spec_lab.analysis import console as terminal
 from spec_lab.cli import new_part
 from spec_lab.cli.explain import terminal as explain
+from spec_lab.cli.status import Status
 from spec_lab.cli.sweep_tables import print_results, print_sweep
 from spec_lab.core.files import replacing, write_text
+from spec_lab.core.options import check_wandb_name
 from spec_lab.core.terminal import visible
 from spec_lab.results import run_names, run_state, sweep
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOG = logging.getLogger(__name__)
 
 say = partial(terminal.say, wrap=False)
 
@@ -284,29 +289,32 @@ def _track(given: argparse.Namespace, console: Console) -> int:
     _check_owner(given)
 
     def upload(folder: Path) -> int:
-        from spec_lab.analysis.tracking import track_all
-
-        for line in track_all(folder, given.project, given.entity, given.mode):
+        with Status():
+            LOG.info("Importing the tracker of Weights & Biases")
+            from spec_lab.analysis.tracking import track_all
+        lines = track_all(folder, given.project, given.entity, given.mode)
+        while True:
+            with Status():
+                line = next(lines, None)
+            if line is None:
+                return 0
             say(console, line)
-        return 0
 
     return _for_each(given.folders, upload)
 
 
 def _check_owner(given: argparse.Namespace) -> None:
-    """Check the names of project and entity."""
-    from spec_lab.analysis.tracking.client import check_name
-
-    check_name("--project", given.project)
+    """Check the names of project and entity, before anything is imported that takes a while."""
+    check_wandb_name("--project", given.project)
     if given.entity is not None:
-        check_name("--entity", given.entity)
+        check_wandb_name("--entity", given.entity)
 
 
 def _dashboard(given: argparse.Namespace, console: Console) -> int:
     """Save a dashboard for runs on Weights & Biases; requires the extra 'dashboard' and a login."""
+    _check_owner(given)
     from spec_lab.analysis.tracking.dashboard import save
 
-    _check_owner(given)
     say(console, save(given.project, given.entity))
     return 0
 

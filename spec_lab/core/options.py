@@ -490,3 +490,16 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
     return str(value)
+
+
+def check_wandb_name(name: str, value: Any) -> None:
+    """Refuse a project or an owner that Weights & Biases would refuse only after the run has started.
+
+    Raises:
+        ValueError: it is one; names the option.
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
+        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
+        raise ValueError(
+            f"{name} must be a text of 1 to 128 printable characters without any of / \\ # ? % : (got {shown})"
+        )

@@ -9,7 +9,6 @@ under its id; choose another project.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping
@@ -52,19 +51,6 @@ def resolved_mode(mode: Mode, option: str = "tracker.mode") -> Literal["online",
                 f"the login of Weights & Biases cannot be used ({error}): correct WANDB_API_KEY, or log in again"
             ) from error
     return chosen  # type: ignore[return-value]
-
-
-def check_name(option: str, value: Any) -> None:
-    """Refuse a name of a project or an owner that Weights & Biases would refuse only after the run has started.
-
-    Raises:
-        ValueError: it is one; names ``option``.
-    """
-    if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
-        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
-        raise ValueError(
-            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % : (got {shown})"
-        )
 
 
 def begin(folder: Path, manifest: Mapping[str, Any], project: str, entity: str | None, mode: Mode) -> Any:

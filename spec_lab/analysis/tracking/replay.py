@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from spec_lab.core.roofline import Roofline
 from spec_lab.results import run_state, sweep
 from spec_lab.results.manifest import begun, finite, without_groups
 from spec_lab.results.old_names import read_summary
+
+LOG = logging.getLogger(__name__)
 
 SUMMARIES = ("summary.json", "certificate.json")
 """The summary files of tasks."""
@@ -49,11 +52,13 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
     if client.resolved_mode(mode, "mode") == "disabled":
         raise ValueError("Weights & Biases is disabled (mode, or WANDB_MODE): choose mode offline or online")
     with run_state.holding(folder):
+        LOG.info("Reading %s", folder)
         tables = metrics.load(folder)
         written = next((summary for name in SUMMARIES if (summary := read_summary(folder / name)) is not None), None)
         curve = _learning(folder, written)
         if tables.requests.empty and written is None:
             raise ValueError(without_groups(folder, manifest))
+        LOG.info("Logging %s and drawing its report", folder)
         run = client.begin(folder, manifest, project, entity, mode)
         try:
             client.show_training(run, curve)
@@ -64,6 +69,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         except BaseException:
             run.finish(exit_code=1)
             raise
+    LOG.info("Finishing the upload of %s", folder)
     return client.end(run, complete=written is not None)
 
 

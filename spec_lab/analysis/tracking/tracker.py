@@ -11,6 +11,7 @@ from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import client, series
 from spec_lab.analysis.tracking.client import Mode
 from spec_lab.core.faults import warn
+from spec_lab.core.options import check_wandb_name
 
 
 class Tracker:
@@ -122,9 +123,9 @@ class Wandb(Tracker):
     def __init__(self, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> None:
         if mode != "auto":
             client.resolved_mode(mode)
-        client.check_name("tracker.project", project)
+        check_wandb_name("tracker.project", project)
         if entity is not None:
-            client.check_name("tracker.entity", entity)
+            check_wandb_name("tracker.entity", entity)
         self.project, self.entity, self.mode = project, entity, mode
         self._run: Any = None
         self._reset()
