@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spec_lab.analysis.text import OWN, column
+from spec_lab.analysis.text import OWN, column, losslessness
 from spec_lab.results import run_state
 from spec_lab.results.result import Cell, DataTable, cell
 
@@ -90,3 +90,21 @@ def state_table(runs: Iterable[run_state.RunState], names: Mapping[str, str]) ->
         )
     columns = [("run", False), ("state", False), ("groups", True), ("seconds", True), ("error", False)]
     return DataTable(columns, rows)
+
+
+def refuted(table: pd.DataFrame, names: Mapping[str, str]) -> list[str]:
+    """Return which arms of a sweep's runs are declared lossless and were refuted by enumeration, and why.
+
+    Args:
+        table: of ``sweep.collect``.
+        names: of ``metrics.sweeps.run_labels``.
+    """
+    from spec_lab.analysis.metrics import sweeps
+
+    lines = []
+    for row in table.to_dict("records"):
+        word, why = losslessness(row)
+        if word == "NOT lossless":
+            lines.append(f"{names.get(row['run'], row['run'])}: {word}: {row['arm']}; {why}")
+    more = len(lines) - sweeps.MAX_VERDICTS
+    return lines[: sweeps.MAX_VERDICTS] + [f"and {more} more; spec-lab collect writes all."] * (more > 0)

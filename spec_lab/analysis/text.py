@@ -134,24 +134,25 @@ def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     """Return whether an arm preserves the target distribution, in a word or two, and why; nothing where unknown.
 
     Args:
-        arm: its ``lossless``, ``invalid_text``, ``certified``, ``certificate`` and ``verifier`` in ``summary.json``;
-            each may be missing.
+        arm: its ``lossless``, ``invalid_text``, ``certified``, ``certificate`` and ``verifier`` in ``summary.json``, or
+            its row of ``sweep.collect``; each may be missing.
     """
     lossless, certified, certificate = arm.get("lossless"), arm.get("certified"), arm.get("certificate") or {}
+    verifier, refuted = arm.get("verifier_name", arm.get("verifier")), certificate.get("failure") or arm.get("refuted")
     if lossless is None or lossless != lossless:
         return "", ""
-    if arm.get("invalid_text"):
+    if arm.get("invalid_text") is True:  # else NaN in a table, of other rows
         return "INVALID TEXT", (
-            f"verifier '{arm.get('verifier')}' accepts drafted tokens whatever their probability: the text is not the "
-            "model's, and only times and counts of tokens mean anything"
+            f"verifier '{verifier}' accepts drafted tokens whatever their probability: the text is not the model's, "
+            "and only times and counts of tokens mean anything"
         )
     if not lossless:
         tv, size = certificate.get("worst_tv"), certificate.get("instances")
         worst = f"{size} toy models ({certificate.get('worst_instance')})"
         far = "" if tv is None else f": total variation up to {tv:.2g} on {worst}"
-        return "lossy", f"verifier '{arm.get('verifier')}' does not preserve the target distribution{far}"
-    if certificate.get("failure"):
-        return "NOT lossless", f"verifier '{arm.get('verifier')}' is declared lossless, but: {certificate['failure']}"
+        return "lossy", f"verifier '{verifier}' does not preserve the target distribution{far}"
+    if isinstance(refuted, str):
+        return "NOT lossless", f"verifier '{verifier}' is declared lossless, but: {refuted}"
     if isinstance(certified, str) or certified is True:
         return "lossless", f"certified by enumeration ({certified})" if isinstance(certified, str) else "certified"
     missing = "; ".join(certificate.get("missing", ()))

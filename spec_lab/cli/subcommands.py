@@ -85,6 +85,12 @@ def _collect(given: argparse.Namespace, console: Console) -> int:
             _publish(given, table, console)
         if given.verbose:
             print_results(given.folder, console, verbose=True)
+        else:
+            from spec_lab.analysis.metrics.sweeps import run_labels
+            from spec_lab.analysis.run_tables import refuted
+
+            for line in refuted(table, run_labels(sweep.runs(given.folder))):
+                say(console, line)
         return code
 
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from spec_lab.analysis.console import WIDE, say, show_table, standard_output
-from spec_lab.analysis.run_tables import figure_table, own_figures, state_table
+from spec_lab.analysis.run_tables import figure_table, own_figures, refuted, state_table
 from spec_lab.core.terminal import visible
 from spec_lab.results import run_names, sweep
 from spec_lab.results.result import Cell
@@ -69,7 +69,8 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
         return
     shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]
     runs = sweep.runs(folder)
-    for line in sweeps.verdicts(table, sweeps.run_labels(runs)):
+    labels = sweeps.run_labels(runs)
+    for line in (*refuted(table, labels), *sweeps.verdicts(table, labels)):
         console.print(visible(line), highlight=False)
     keys = list(dict.fromkeys(run_names.key(override) for run in runs for override in run.overrides))
     varied = sweeps.varied(table, keys)

@@ -139,6 +139,9 @@ def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat({f"metrics.{inner}": figure for inner, figure in value.items()})
         elif name == "experts":
             yield from ((f"experts_{inner}", figure) for inner, figure in value.items())
+        elif name == "certificate":
+            if isinstance(value, dict) and value.get("failure"):
+                yield "refuted", value["failure"]
         elif name == "phase_seconds":
             yield from ((f"phase_{phase}", seconds) for phase, seconds in value.items())
         elif name in BY_DEPTH:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from spec_lab.analysis.text import losslessness
 from spec_lab.cli.commands import command
 from spec_lab.core.files import write_json
 from spec_lab.results import run_names, run_state, sweep, writer
@@ -380,6 +381,27 @@ def test_the_table_has_a_row_for_each_arm_of_each_run_that_is_done(tmp_path):
     assert bool(first["lossless"]) and math.isnan(first["conditional@2"])
     assert not {"errors", "finish", "phase_seconds", "survival", "drawn", "arms"} & set(table)
     assert table["job_seconds"].tolist() == [2.0, 2.0, 3.0]
+
+
+def test_a_run_whose_pair_was_refuted_says_so(tmp_path, capsys):
+    sweep.plan(tmp_path, [["verifier=mine"], ["verifier=token"], ["verifier=synthetic"]])
+    failure = {"failure": "token 0 has 0.8, not 0.6", "missing": []}
+    certificates = (
+        {"verifier": "mine", "certified": None, "certificate": failure},
+        {"certified": "quick", "certificate": {"failure": None}},
+        {"verifier": "synthetic", "invalid_text": True, "lossless": False, "certificate": None},
+    )
+    for run, facts in zip(sweep.runs(tmp_path), certificates, strict=True):
+        finished(run.folder, {"arms": {"ngram": ARM | facts}})
+    table = sweep.collect(tmp_path)
+    assert table["refuted"].fillna("").tolist() == [failure["failure"], "", ""]
+    words = [losslessness(row)[0] for row in table.to_dict("records")]
+    assert words == ["NOT lossless", "lossless", "INVALID TEXT"]
+    said = "verifier=mine: NOT lossless: ngram; verifier 'mine' is declared lossless, but: token 0 has 0.8, not 0.6"
+    for verbose in ([], ["--verbose"]):
+        assert command(["collect", *verbose, str(tmp_path)]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.count("NOT lossless") == 1 and said in printed
 
 
 def test_a_summary_without_arms_is_one_row(tmp_path):

@@ -14,7 +14,7 @@ import pandas as pd
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.metrics import sweeps
-from spec_lab.analysis.run_tables import figure_cell, figure_table, own_figures, state_table
+from spec_lab.analysis.run_tables import figure_cell, figure_table, own_figures, refuted, state_table
 from spec_lab.analysis.text import KEY_FIGURES, lossless_cell, losslessness
 from spec_lab.core.terminal import short_path
 from spec_lab.results import run_names, run_state, sweep
@@ -86,7 +86,7 @@ def result(folder: Path) -> Result:
         f"{len(runs)} runs{of}; varied: {', '.join(varied) or 'nothing'}",
         sections,
         sweeps.verdicts(table, names),
-        _warnings(runs, table),
+        [*refuted(table, names), *_warnings(runs, table)],
         _facts(table, keys, varied),
         key=_key(table, varied),
     )
