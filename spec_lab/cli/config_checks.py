@@ -29,6 +29,7 @@ DECODING = (BENCHMARK, "spec_lab.tasks.serve.serve", STREAM)
 """Tasks that decode with every proposer and the one verifier."""
 
 UNUSED = {
+    CHECK: ((), "task=check checks one proposer with one verifier at a time, and no {}"),
     RECOMMEND: (("proposer", "policy"), "task=recommend chooses its {} itself, also among task.drafters"),
     TRAIN: (("proposer", "policy", "verifier"), "task=train learns the drafter of task.recipe, and uses no {}"),
     TRAIN_ONLINE: (

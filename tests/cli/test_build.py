@@ -402,6 +402,16 @@ def test_parts_that_a_task_does_not_use_are_refused_before_they_are_built(task, 
     drop_unused(composed(*options))
 
 
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [("+proposer@arms.other=ngram", "arms.other"), ("+verifier@verifiers.other=typical", "verifiers.other")],
+)
+def test_further_arms_and_verifiers_are_not_left_unchecked(option, named):
+    with pytest.raises(Refused, match=rf"one proposer with one verifier at a time, .*: leave out {named}$"):
+        drop_unused(composed("task=check", "proposer=ngram", option))
+    drop_unused(composed("task=check", "proposer=ngram", "policy=fixed"))
+
+
 def test_what_only_the_defaults_name_is_left_out(monkeypatch):
     config = composed("task=train")
     monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
