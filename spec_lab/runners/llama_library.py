@@ -48,7 +48,7 @@ def load_library() -> Library:
     Raises:
         ImportError: it is missing, of another version, or built for another interface; says what to install.
     """
-    advice = "pip install 'spec-lab[llamacpp]' (it compiles llama.cpp, which takes some ten minutes)"
+    advice = "pip install 'spec-lab[llamacpp]' (it compiles llama.cpp, which takes five to ten minutes)"
     try:
         installed = version("llama-cpp-python")
         from llama_cpp import llama_cpp as lib
