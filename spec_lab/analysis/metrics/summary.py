@@ -9,7 +9,7 @@ import pandas as pd
 from spec_lab.analysis.metrics import acceptance, phases, published, reliability, speed, texts
 from spec_lab.analysis.metrics.accuracy import accuracy, correct
 from spec_lab.analysis.metrics.experts import expert_figures
-from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
+from spec_lab.analysis.metrics.intervals import interval, ratio
 from spec_lab.analysis.metrics.ranges import along_text
 from spec_lab.analysis.metrics.roofline import roofline_figures
 from spec_lab.core.roofline import Roofline
@@ -68,28 +68,43 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
     checkers together, ``correct_cut`` the share of checked answers that ``max_new_tokens`` ended. Figures from seconds
     are over the ``timed_groups``, acceptance is over all steps.
     """
-    compared = arm != baseline
+    compared, nan = arm != baseline, float("nan")
     timed = speed.of_timed_groups(tables)
-    steps = acceptance.decode_steps(tables.steps, arm)
+    steps, verified = acceptance.decode_steps(tables.steps, arm), published.verify_steps(tables.steps, arm)
     requests = tables.requests[tables.requests["arm"] == arm]
-    seconds = phases.decode_seconds(timed.forwards, arm)
-    mask_busy, mask_wait = phases.mask_seconds(timed.forwards, arm)
-    verified = published.verify_steps(tables.steps, arm)
     intervals = acceptance.acceptance_intervals(steps, acceptance.SUMMANDS)
     intervals |= acceptance.acceptance_intervals(verified, published.SUMMANDS)
     intervals["tokens_per_second"] = speed.tokens_per_second_interval(tables.requests, arm)
-    ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else pd.Series(dtype=float)
-    nan = float("nan")
     base = roofline_figures(timed, baseline, roofline)
     answers, change, cut = correct(tables.requests, arm, baseline)
-
-    def mapped(value: Interval) -> dict[str, float]:
-        return value._asdict()
-
     return {
         "requests": int(requests["request"].nunique()),
         "sequences": len(requests),
         "tokens": int((requests["prefill_tokens"] + requests["decode_tokens"]).sum()),
+        "violated": float((requests["violated"] >= 0).mean()) if len(requests) else nan,
+        **_acceptance_figures(steps),
+        "empty_residuals": int(tables.steps.loc[tables.steps["arm"] == arm, "empty_residual"].sum()),
+        **along_text(tables, arm),
+        **_published_figures(tables, timed, verified, arm, baseline),
+        **_speed_figures(tables, arm, baseline),
+        "intervals": {name: interval._asdict() for name, interval in intervals.items()},
+        **_phase_figures(timed, arm, baseline),
+        **(roofline_figures(timed, arm, roofline) if compared else base),
+        "baseline_roofline_share": base["roofline_share"]["mean"],
+        "experts": expert_figures(tables, arm, roofline),
+        "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
+        "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,
+        "accuracy": accuracy(tables.requests, arm, baseline),
+        "correct": answers._asdict(),
+        "correct_change": change._asdict(),
+        "correct_cut": cut,
+        "finish": {str(finish): int(count) for finish, count in requests["finish"].value_counts().items()},
+    }
+
+
+def _acceptance_figures(steps: pd.DataFrame) -> dict[str, Any]:
+    """Return the figures of decode steps that do not depend on time."""
+    return {
         "steps": len(steps),
         "nodes_per_step": ratio(steps["nodes"].sum(), len(steps)),
         "forced_tokens": int(steps["forced_emitted_kept"].sum()),
@@ -97,7 +112,6 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "legal_share": acceptance.legal_share(steps),
         "taken_back": int(steps["taken_back"].sum()),
         "forks": int(steps["forks"].sum()),
-        "violated": float((requests["violated"] >= 0).mean()) if len(requests) else nan,
         "tau_pooled": acceptance.tau_pooled(steps),
         "tau_with_forced": acceptance.tau_with_forced(steps),
         "tau_pooled_raw": acceptance.tau_pooled_raw(steps),
@@ -106,11 +120,18 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "expected_kind": ", ".join(sorted(set(steps["expected_kind"]))),
         "calibration": acceptance.calibration(steps),
         "confidence": reliability.confidence(steps),
-        "empty_residuals": int(tables.steps.loc[tables.steps["arm"] == arm, "empty_residual"].sum()),
         "draft_token_rate": acceptance.draft_token_rate(steps),
         "survival": acceptance.survival(steps).tolist(),
         "conditional": acceptance.conditional(steps).tolist(),
-        **along_text(tables, arm),
+    }
+
+
+def _published_figures(
+    tables: Tables, timed: Tables, verified: pd.DataFrame, arm: str, baseline: str
+) -> dict[str, Any]:
+    """Return the figures that are named after other systems; those that compare are NaN for the baseline."""
+    compared, nan = arm != baseline, float("nan")
+    return {
         "spec_bench_mean_accepted_tokens": published.spec_bench_mean_accepted_tokens(verified),
         "spec_bench_speedup": published.spec_bench_speedup(timed, arm, baseline) if compared else nan,
         "vllm_mean_acceptance_length": published.vllm_mean_acceptance_length(verified),
@@ -120,30 +141,35 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Ro
         "eagle_average_length": published.eagle_average_length(verified),
         "specforge_accept_length": published.specforge_accept_length(tables, arm),
         "medusa_overhead": published.medusa_overhead(timed.forwards, arm, baseline) if compared else nan,
+    }
+
+
+def _speed_figures(tables: Tables, arm: str, baseline: str) -> dict[str, Any]:
+    """Return tokens per second, speed-ups, and times to the first token and per output token."""
+    compared = arm != baseline
+    ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else pd.Series(dtype=float)
+    return {
         "tokens_per_second": speed.tokens_per_second(tables.requests, arm),
         "baseline_tokens_per_second": speed.tokens_per_second(tables.requests, baseline),
-        "speedup": mapped(speed.speedup(tables.requests, arm, baseline)),
-        "speedup_with_prefill": mapped(speed.speedup(tables.requests, arm, baseline, prefill=True)),
-        "speedup_mean_of_groups": mapped(interval(ratios)),
-        "speedup_geometric_mean": mapped(speed.geometric_mean(ratios)),
+        "speedup": speed.speedup(tables.requests, arm, baseline)._asdict(),
+        "speedup_with_prefill": speed.speedup(tables.requests, arm, baseline, prefill=True)._asdict(),
+        "speedup_mean_of_groups": interval(ratios)._asdict(),
+        "speedup_geometric_mean": speed.geometric_mean(ratios)._asdict(),
         "time_to_first_token": float(speed.time_to_first_token(tables.requests, arm).mean()),
         "time_per_output_token": float(speed.time_per_output_token(tables.requests, arm).mean()),
-        "intervals": {name: mapped(interval) for name, interval in intervals.items()},
         "prefill_seconds": speed.prefill_seconds(tables.requests, arm),
+    }
+
+
+def _phase_figures(timed: Tables, arm: str, baseline: str) -> dict[str, Any]:
+    """Return the seconds of the phases of the timed groups, and the overheads."""
+    seconds = phases.decode_seconds(timed.forwards, arm)
+    mask_busy, mask_wait = phases.mask_seconds(timed.forwards, arm)
+    return {
         "phase_seconds": phases.phase_seconds(timed.forwards, arm),
         "mask_busy": mask_busy,
         "mask_exposed_share": ratio(mask_wait, seconds),
         "decode_seconds": seconds,
         "overhead": phases.overhead(timed.forwards, arm),
         "baseline_overhead": phases.overhead(timed.forwards, baseline),
-        **(roofline_figures(timed, arm, roofline) if compared else base),
-        "baseline_roofline_share": base["roofline_share"]["mean"],
-        "experts": expert_figures(tables, arm, roofline),
-        "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
-        "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,
-        "accuracy": accuracy(tables.requests, arm, baseline),
-        "correct": mapped(answers),
-        "correct_change": mapped(change),
-        "correct_cut": cut,
-        "finish": {str(finish): int(count) for finish, count in requests["finish"].value_counts().items()},
     }
