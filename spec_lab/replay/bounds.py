@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import pandas as pd
 import torch
 
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS, Interval, quantiles, resampled_sums
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.progress import Progress
 from spec_lab.core.tables import read_table
 from spec_lab.propose.trees import by_rank as value_by_rank
@@ -333,26 +334,7 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
     for result in measured.values():
         columns += [result.accepted, result.first]
     sums = np.stack(columns, 1)
-    levels = at_least.shape[1]
-
-    def statistics(totals: np.ndarray) -> np.ndarray:  # [n, columns] -> [n, S]
-        means = totals[:, 1:] / np.maximum(totals[:, :1], 1e-300)
-        deep, gain, deterministic, hub = means[:, :4].T
-        rows = means[:, 4 : 4 + levels]
-        rest = means[:, 4 + levels :]
-        attainable = rest[:, 0] if chains else rows.sum(1) if way == "deterministic" else optimum.summed(rows)
-        accepted, first = rest[:, 1::2], rest[:, 2::2]
-        top = accepted[:, names.index(best)]
-        tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(attainable, top), 0.0))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            figures = [1 + attainable, 1 + deterministic, hub / rows[:, 0]]
-        for index in range(len(names)):
-            its_accepted = accepted[:, index]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                figures += [1 + its_accepted, first[:, index] / rows[:, 0], its_accepted / attainable]
-            figures += [top - its_accepted, attainable - top, tree, deep - attainable - tree]
-        return np.stack(figures, 1)
-
+    statistics = partial(_statistics, levels=at_least.shape[1], best=names.index(best), chains=chains, way=way)
     values = statistics(sums.sum(0, keepdims=True))[0]
     ends = np.full((2, len(values)), np.nan)
     if len(clusters) >= MIN_CLUSTERS:
@@ -373,6 +355,32 @@ def _bounds(trees: RecordedTrees) -> ArmBounds:
         spechub=Interval(*[float("nan")] * 3) if spechub is None else intervals[2],
         spechub_kind="" if spechub is None else "exact" if all_recorded else "estimate",
     )  # fmt: skip
+
+
+def _statistics(totals: np.ndarray, levels: int, best: int, chains: bool, way: Drawn) -> np.ndarray:
+    """Return the figures of sums over requests: ``[n, columns]`` to ``[n, S]``, columns as in ``_bounds``.
+
+    Args:
+        totals: the sums; the first column counts steps.
+        levels: columns with the bounds of levels.
+        best: the index of the best lossless verifier.
+        chains: whether block verification, whose column follows the levels, attains the optimum.
+        way: how drafts were drawn.
+    """
+    means = totals[:, 1:] / np.maximum(totals[:, :1], 1e-300)
+    deep, gain, deterministic, hub = means[:, :4].T
+    rows = means[:, 4 : 4 + levels]
+    rest = means[:, 4 + levels :]
+    attainable = rest[:, 0] if chains else rows.sum(1) if way == "deterministic" else optimum.summed(rows)
+    accepted, first = rest[:, 1::2], rest[:, 2::2]
+    top = accepted[:, best]
+    tree = np.clip(gain, 0.0, np.maximum(deep - np.maximum(attainable, top), 0.0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        figures = [1 + attainable, 1 + deterministic, hub / rows[:, 0]]
+        for its_accepted, its_first in zip(accepted.T, first.T, strict=True):
+            figures += [1 + its_accepted, its_first / rows[:, 0], its_accepted / attainable]
+            figures += [top - its_accepted, attainable - top, tree, deep - attainable - tree]
+    return np.stack(figures, 1)
 
 
 def _spechub(trees: RecordedTrees, p: np.ndarray, q: np.ndarray) -> np.ndarray | None:  # [B]
