@@ -32,7 +32,7 @@ os.environ["COLUMNS"] = "100"
 #
 # Should a small model draft one token or five, at temperature 0 and at 1? Sixteen tokens for each of eight prompts are
 # far too few for an answer, but enough to show how to find one. Normally you would type the command; here Python starts
-# it, to kill it (`kill -9`) during the second run.
+# it in a process of its own, to kill that (`kill -9`) during the second run.
 
 # %%
 import shlex
@@ -42,8 +42,8 @@ import time
 from spec_lab.results import sweep
 
 folder = Path("depths")
-command = f"""
-python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1
+options = f"""
+    --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1
     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8
     target.dtype=float32 threads=1 output_dir={folder}
 """
@@ -54,7 +54,8 @@ def groups_on_disk() -> int:
     return sum(run.groups for run in sweep.runs(folder)) if sweep.is_sweep(folder) else 0
 
 
-with subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+command = [sys.executable, "-m", "spec_lab", *shlex.split(options)]
+with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
     while process.poll() is None and groups_on_disk() < 10:
         time.sleep(0.1)
     process.kill()
@@ -69,22 +70,25 @@ killed = sweep.runs(folder)
 
 # %% [markdown]
 # The same command resumes the sweep: runs that are done are skipped, an interrupted run continues after its last
-# finished group.
+# finished group. `spec_lab.run` takes what you would type after `spec-lab`, and returns the sweep.
 
-# %% language="bash"
-# python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1 \
-#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 \
-#     target.dtype=float32 threads=1 output_dir=depths 2>&1
+# %%
+from contextlib import redirect_stderr
+
+import spec_lab
+
+with redirect_stderr(sys.stdout):  # where the end of each run is said
+    swept = spec_lab.run(options)
 
 # %% [markdown]
 # ## One table
 #
-# `collect` puts all runs that are done into one tidy table: a row for each run and arm, a column for each option that
-# the sweep set, then the figures of `summary.json`. (`python -m spec_lab collect DIR` writes it as parquet and CSV.)
+# All runs that are done, in one tidy table: a row for each run and arm, a column for each option that the sweep set,
+# then the figures of `summary.json`. (`python -m spec_lab collect DIR` writes it as parquet and CSV.)
 # The arm of a proposer has its name.
 
 # %%
-table = sweep.collect(folder)
+table = swept.table
 columns = ["arm", "proposer.depth", "sampling", "tau_pooled", "expected_tau", "nodes_per_step"]
 chains = table[table["arm"] == "draft_chain"]
 print(f"{len(table)} rows, {len(table.columns)} columns")
@@ -156,5 +160,5 @@ changes[["reference_value", "other_value", "change", "simultaneous_low", "simult
 # %% [markdown]
 # ## Next
 #
-# `python -m spec_lab report DIR` writes a page with all figures of a sweep; `python -m spec_lab --multirun` also runs
+# `swept.report()` writes a page with all figures of the sweep (`python -m spec_lab report DIR`); `--multirun` also runs
 # on other machines, with Hydra's launchers.

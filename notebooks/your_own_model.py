@@ -24,12 +24,10 @@
 
 # %%
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 os.chdir(tempfile.mkdtemp())
-os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # "python" below is this one
 os.environ["COLUMNS"] = "100"
 
 # %% [markdown]
@@ -72,13 +70,18 @@ print(f"{len(lines)} questions: {len(learned)} to learn from, {len(measured)} to
 # The target answers the questions, and two heads learn to predict the tokens two and three places ahead from its hidden
 # states. Progress is in `trained`; after an interruption the same command resumes. Of these questions some are held out
 # as well (`task.held_out`): the table is about them. `task.recipe.draft_vocab_size` lets the heads draft the 4,096 most
-# frequent tokens only, which makes them small.
+# frequent tokens only, which makes them small. `spec_lab.run` takes what you would type after `spec-lab`; its progress
+# is in `log.txt`.
 
-# %% language="bash"
-# python -m spec_lab train medusa target=smollm2 target.engine=transformers \
-#     prompts=spec_bench prompts.path=learn.jsonl prompts.template=checkpoint max_new_tokens=48 batch_size=32 \
-#     task.rows=8 task.passes=6 task.recipe.heads=2 task.recipe.draft_vocab_size=4096 threads=1 \
-#     output_dir=trained 2>log.txt || cat log.txt
+# %%
+from contextlib import redirect_stderr
+
+with open("log.txt", "w") as log, redirect_stderr(log):
+    trained = spec_lab.run(
+        "train medusa target=smollm2 target.engine=transformers prompts=spec_bench prompts.path=learn.jsonl "
+        "prompts.template=checkpoint max_new_tokens=48 batch_size=32 task.rows=8 task.passes=6 task.recipe.heads=2 "
+        "task.recipe.draft_vocab_size=4096 threads=1 output_dir=trained"
+    )
 
 # %% [markdown]
 # The first lines are printed before the answers are written: how long it takes, and which tau pays on this machine.
@@ -91,7 +94,7 @@ from spec_lab.analysis import figures
 # %matplotlib inline
 plt.rcParams.update(figures.STYLE)
 
-training = json.loads(Path("trained/summary.json").read_text())
+training = trained.summary
 curve = training["learning"]
 step = [line["step"] for line in curve]
 figure, panels = plt.subplots(1, 2, figsize=(7, 2.8))
@@ -116,11 +119,14 @@ figure.tight_layout()
 # forward: the heads just trained, and prompt lookup, which needs no training. The heads draft a tree: three candidates,
 # and the likeliest child of each.
 
-# %% language="bash"
-# python -m spec_lab target=smollm2 target.engine=transformers prompts=spec_bench prompts.path=measure.jsonl \
-#     prompts.template=checkpoint proposer=medusa proposer.path=trained/drafter proposer.tree=3x1 \
-#     +proposer@arms.ngram=ngram arms.ngram.depth=3 sampling=temperature_1 max_new_tokens=32 threads=1 \
-#     output_dir=measured 2>log.txt || cat log.txt
+# %%
+with open("log.txt", "w") as log, redirect_stderr(log):
+    run = spec_lab.run(
+        "target=smollm2 target.engine=transformers prompts=spec_bench prompts.path=measure.jsonl "
+        "prompts.template=checkpoint proposer=medusa proposer.path=trained/drafter proposer.tree=3x1 "
+        "+proposer@arms.ngram=ngram arms.ngram.depth=3 sampling=temperature_1 max_new_tokens=32 threads=1 "
+        "output_dir=measured"
+    )
 
 # %%
 import pandas as pd
@@ -128,7 +134,7 @@ import pandas as pd
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics.intervals import cluster_interval
 
-tables = metrics.load("measured")
+tables = run.tables
 names = {"medusa": "Medusa heads", "ngram": "prompt lookup"}
 rows = {}
 for arm, name in names.items():
@@ -162,18 +168,20 @@ figure.tight_layout()
 # Untrained or not, drafts must never change the distribution of the output. `certify` enumerates the real code with
 # these heads' tree on toy models, and decodes some texts of your model with and without drafts.
 
-# %% language="bash"
-# python -m spec_lab +experiment=certify target=smollm2 target.engine=transformers prompts=spec_bench \
-#     prompts.path=measure.jsonl prompts.template=checkpoint prompts.limit=4 proposer=medusa \
-#     proposer.path=trained/drafter proposer.tree=3x1 task.samples=1000 task.tokens=64 max_new_tokens=16 threads=1 \
-#     output_dir=certified 2>log.txt || cat log.txt
+# %%
+with open("log.txt", "w") as log, redirect_stderr(log):
+    certificate = spec_lab.run(
+        "+experiment=certify target=smollm2 target.engine=transformers prompts=spec_bench prompts.path=measure.jsonl "
+        "prompts.template=checkpoint prompts.limit=4 proposer=medusa proposer.path=trained/drafter proposer.tree=3x1 "
+        "task.samples=1000 task.tokens=64 max_new_tokens=16 threads=1 output_dir=certified"
+    )
 
 # %% [markdown]
 # ## Next
 #
 # - `python -m spec_lab recommend target=smollm2 drafters=[medusa:trained/drafter] prompts=mt_bench` measures which mode
 #   is fastest on this machine; "none" is a valid answer.
-# - `python -m spec_lab report measured` writes a page with every figure of the measurement, and the texts.
+# - `run.report()` writes a page with every figure of the measurement, and the texts.
 # - `tracker=wandb` shows a training on Weights & Biases while it goes on.
 # - `trained/drafter` holds the heads as safetensors, with a `config.json`; `proposer.path` names it wherever this
 #   target is decoded.
