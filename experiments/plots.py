@@ -1,7 +1,8 @@
 """Common parts of the studies' scripts: a sweep's table, paired comparisons, plots, and tables in Markdown.
 
 Every study's ``figure.py`` reads the files of its runs and writes ``results.csv``, a PNG and the table of its README.
-A figure's title states its finding in the results that are stored; after a new measurement check that it still holds.
+A figure's title states its finding in the results that are stored; one that is not computed from them must be checked
+after a new measurement.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def study(
     draw: Callable[[pd.DataFrame], Figure],
     written: Callable[[pd.DataFrame], str],
     arguments: Sequence[str] | None = None,
-    claim: str = "",
+    claim: str | Callable[[pd.DataFrame], str] = "",
     part: str = "",
 ) -> pd.DataFrame:
     """Run a study's command: write results, figure and the README's table from the files of its runs.
@@ -406,7 +407,7 @@ def study(
         draw: its figure.
         written: its table as Markdown.
         arguments: of the command line.
-        claim: the figure's finding, which is its title.
+        claim: the figure's finding, which is its title; or the function that states it of the results.
         part: name of a second question of the same study; its files are PART.csv and PART.png.
     """
     here = Path(script).resolve().parent
@@ -421,7 +422,7 @@ def study(
     file = chosen.folder / f"{part or 'results'}.csv"
     table = pd.read_csv(file) if chosen.redraw else results(chosen.runs)
     with rc_context(STYLE):
-        save(draw(table), chosen.folder / f"{name}.png", claim)
+        save(draw(table), chosen.folder / f"{name}.png", claim if isinstance(claim, str) else claim(table))
     if chosen.redraw:
         return table
     table.to_csv(file, index=False, float_format="%.4g")

@@ -138,6 +138,13 @@ def test_the_finding_counts_drafts_that_are_faster_with_their_whole_interval():
     assert "none of 2 by transformers." in figure.finding(results(speedup_low=0.99))
 
 
+def test_the_title_of_the_figure_is_its_finding():
+    only = "Drafts are shown to be faster than the baseline by transformers only: 2 of 4, at most 1.50 times"
+    assert figure.claim(results()) == only
+    assert "by llama.cpp and transformers: 4 of 4, " in figure.claim(results(speedup_low=1.1))
+    assert figure.claim(results(speedup_low=0.99)) == "No draft is shown to be faster than its engine's baseline"
+
+
 def test_the_readme_s_table_has_the_fastest_of_each_kind_on_each_engine():
     rows = [line.split(" | ") for line in figure.headline(results()).splitlines() if line.startswith("| ")]
     assert rows[1] == ["| llama.cpp", "0", "100", "30 %", "n-gram, 3: 0.90 [0.80, 1.00], 1.50", "- |"]

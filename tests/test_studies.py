@@ -184,6 +184,13 @@ def test_a_figure_is_redrawn_from_the_results_without_the_runs(name, tmp_path):
     assert (tmp_path / "results.csv").read_bytes() == kept.read_bytes()
 
 
+def test_the_title_of_the_policies_names_those_that_are_faster():
+    claim, table = study("policies", "figure").claim, pd.read_csv(ROOT / "experiments" / "policies" / "results.csv")
+    assert claim(table) == "No policy is shown to be faster than the best fixed depth on any of 7 workloads"
+    table.loc[table["arm"] == "svip", "speed_over_best_fixed_low"] = 1.1
+    assert claim(table) == "Faster than the best fixed depth in 7 of 70 comparisons: SVIP"
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_study_names_its_command_and_is_a_small_delta(name):
     text = (ROOT / "experiments" / name / "README.md").read_text()
