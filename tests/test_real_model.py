@@ -139,9 +139,9 @@ def test_the_finding_counts_drafts_that_are_faster_with_their_whole_interval():
 
 
 def test_the_title_of_the_figure_is_its_finding():
-    only = "Drafts are shown to be faster than the baseline by transformers only: 2 of 4, at most 1.50 times"
+    only = "Drafts are shown to be faster than the baseline in transformers only: 2 of 4, at most 1.50 times"
     assert figure.claim(results()) == only
-    assert "by llama.cpp and transformers: 4 of 4, " in figure.claim(results(speedup_low=1.1))
+    assert "in llama.cpp and transformers: 4 of 4, " in figure.claim(results(speedup_low=1.1))
     assert figure.claim(results(speedup_low=0.99)) == "No draft is shown to be faster than its engine's baseline"
 
 

@@ -105,14 +105,14 @@ def finding(table: pd.DataFrame) -> str:
 
 
 def claim(table: pd.DataFrame) -> str:
-    """Return the figure's finding: by which engines drafts are faster than the baseline with their whole interval."""
+    """Return the figure's finding: in which engines drafts are faster than the baseline with their whole interval."""
     faster, engines = table[table["speedup_low"] > 1], ordered(list(table["engine"]), ENGINES)
     if faster.empty:
         return "No draft is shown to be faster than its engine's baseline"
     gain = ordered(list(faster["engine"]), ENGINES)
-    by = " and ".join(gain) + " only" * (len(gain) < len(engines))
+    where = " and ".join(gain) + " only" * (len(gain) < len(engines))
     count = f"{len(faster)} of {len(table)}, at most {faster['speedup'].max():.2f} times"
-    return f"Drafts are shown to be faster than the baseline by {by}: {count}"
+    return f"Drafts are shown to be faster than the baseline in {where}: {count}"
 
 
 def headline(table: pd.DataFrame) -> str:
