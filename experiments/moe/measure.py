@@ -232,34 +232,21 @@ def draw(curve: pd.DataFrame, gain: pd.DataFrame) -> Figure:
 
 def table(curve: pd.DataFrame, gain: pd.DataFrame) -> str:
     """Return the tables of the README."""
-    head = ["model", "batch", "rows", "uniform", "text rows", "random rows", "seconds / one row"]
+    head = ["model", "batch", "rows", "uniform", "text rows", "random rows"]
     rows = [head]
-    each = curve.groupby(["model", "batch", "rows", "kind"])
-    cells = each.agg({"read": "mean", "seconds": "median"})
+    read = curve.groupby(["model", "batch", "rows", "kind"])["read"].mean()
     for model, batch, count in product(("random", "trained"), BATCHES, ROWS):
-        text, other = (cells.loc[(model, batch, count, kind)] for kind in ("text", "random"))
-        one = cells.loc[(model, batch, 1, "text"), "seconds"]
-        rows.append(
-            [model, str(batch), str(count)]
-            + [f"{read:.1f}" for read in (uniform(count * batch), text["read"], other["read"])]
-            + [f"{text['seconds'] / one:.2f}"]
-        )
-    gained = [
-        [
-            "model",
-            "batch",
-            "rows",
-            "tau",
-            "experts",
-            "for rejected rows alone",
-            "weights",
-            "utility",
-            "seconds",
-            "speed-up",
-        ]
-    ]
+        experts = (uniform(count * batch), *(read.loc[(model, batch, count, kind)] for kind in ("text", "random")))
+        rows.append([model, str(batch), str(count), *(f"{number:.1f}" for number in experts)])
+    names = {
+        "tau": "tau",
+        "read": "experts",
+        "rejected_only": "for rejected rows alone",
+        "weights": "weights",
+        "utility": "utility",
+    }
+    gained = [["model", "batch", "rows", *names.values()]]
     for row in gain.to_dict("records"):
-        names = ("tau", "read", "rejected_only", "weights", "utility", "cost", "speedup")
         gained.append([row["model"], row["batch"], row["rows"], *(f"{row[name]:.2f}" for name in names)])
     return f"{plots.markdown(rows)}\n\n{plots.markdown(gained)}"
 
