@@ -118,7 +118,7 @@ print(recent.follow([1, 2, 3], 4))  # nothing has followed 3
 import spec_lab
 
 run = spec_lab.run(
-    "--config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram "
+    "--config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram arms.ngram.depth=10 "
     "prompts.limit=8 max_new_tokens=32 target.dtype=float32 threads=1 output_dir=measured"
 )
 

@@ -321,7 +321,7 @@ def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_comm
             assert fork_server.wait(fork_server.start(folder, arguments)) == 0, (folder / "output.txt").read_text()
             check(folder / "swept", reference, seen, living=False)
             check_end(folder / "swept", reference)
-    written = 1 + 2 + 4 + 4 + 1 + 1  # sweep.json, manifest (twice), a group's parts, tables, summary, ended.json
+    written = 1 + 2 + 4 + 4 + 2 + 1  # sweep.json, manifest (twice), a group's parts, tables, summaries, ended.json
     removed = 4 + 1 + 1  # parts, their folder, the lock
     assert kills["half"] == ceil(written / stride)
     assert kills["after"] >= (written + removed) / stride

@@ -24,13 +24,14 @@ from tests.cli.test_killed import TIMES
 pytestmark = pytest.mark.nightly
 
 RUNS = {
-    "plain": ["override /proposer: ngram"],
-    "wide": ["override /proposer: ngram_tree", "threads: 2", "target: {dtype: float64}"],
+    "plain": ["override /proposer: ngram", "proposer: {depth: 4}"],
+    "wide": ["override /proposer: ngram_tree", "proposer: {depth: 4}", "threads: 2", "target: {dtype: float64}"],
     "half": ["override /proposer: draft_chain", "target: {dtype: bfloat16}", "batch_size: 3"],
     "drawn": ["override /proposer: draft_chain", "override /sampling: temperature_1", "override /verifier: traversal"],
     "heads": ["override /proposer: medusa", "proposer: {tree: 0 1 0.0}", "sampling: {repetition_penalty: 1.5}"],
     "bound": [
-        "override /proposer: ngram", "override /constraint: controller_banned", "constraint: {strings: [a, bc]}"
+        "override /proposer: ngram", "override /constraint: controller_banned", "proposer: {depth: 4}",
+        "constraint: {strings: [a, bc]}",
     ],
     "match": [
         "override /proposer: draft_tree", "override /sampling: temperature_1", "override /verifier: match", "seed: 7",

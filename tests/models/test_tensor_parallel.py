@@ -167,7 +167,7 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
     assert ones.keys() == twos.keys() == {"llama", "qwen3"}
     for family, (out, begun) in ones.items():
         two, begun_by_two = twos[family]
-        assert set(texts(out)["arm"]) == {"medusa", "baseline"}
+        assert set(texts(out)["arm"]) == {"draft_tree", "baseline"}
         pd.testing.assert_frame_equal(texts(out), texts(two))
         assert (begun["ranks"], begun_by_two["ranks"]) == (1, 2)
         assert begun["weights_sha256"] == begun_by_two["weights_sha256"]

@@ -93,7 +93,11 @@ SAMPLING = [
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ]
 NGRAMS = [
-    Option(f"proposer.{name}", lambda value, n=name, of=of: of.load(None, **{n: value}), lambda made: decoded(made))
+    Option(
+        f"proposer.{name}",
+        lambda value, n=name, of=of: of.load(None, **{"depth": 3, n: value}),
+        lambda made: decoded(made),
+    )
     for of, names in (
         (Ngram, ("depth", "max_ngram", "min_ngram")),
         (NgramTree, ("nodes", "depth", "max_ngram", "min_ngram")),
@@ -121,15 +125,21 @@ CONTROLLERS = [
         ("choices", lambda value: choices.load(toy(), value), (["ab", "ac"], ["a" * 3000])),
         ("choice", lambda value: load.choice(toy(), value), (["ab", "ac"], ["a" * 3000])),
         ("pattern|regex", lambda value: pattern.load(toy(), value), tuple(PATTERNS)),
-        ("parts", lambda value: template.load(toy(), value), (["a", {"most": 2}], [{"most": 2, "stop": "b"}] * 3)),
+        (
+            "parts",
+            lambda value: template.load(toy(), value),
+            (["a", {"max_tokens": 2}], [{"max_tokens": 2, "stop": "b"}] * 3),
+        ),
         ("lines", lambda value: load.json_schema(toy(), {"type": "integer"}, lines=value), ()),
     )
 ]
 LARGEST = [
     Option(
-        "constraint.parts", lambda value: template.load(toy(), [{"most": value}]), lambda made: decoded(constraint=made)
+        "constraint.parts",
+        lambda value: template.load(toy(), [{"max_tokens": value}]),
+        lambda made: decoded(constraint=made),
     ),
-    Option("constraint.parts", lambda value: template.load(toy(), [{"most": 1, "stop": value}]), lambda _: None),
+    Option("constraint.parts", lambda value: template.load(toy(), [{"max_tokens": 1, "stop": value}]), lambda _: None),
 ]
 TREE = [Option("proposer.tree", parse, as_tree, tuple(TREES))]
 OPTIONS = [*SAMPLING, *NGRAMS, *VERIFIERS, *CONTROLLERS, *LARGEST, *TREE]

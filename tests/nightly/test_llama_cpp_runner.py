@@ -272,7 +272,7 @@ def test_the_bundled_target_is_converted_and_decoded_with_the_commands_of_the_re
     run("convert", str(ZOO / "target"), "zoo.gguf", cwd=tmp_path)
     run("target=gguf", "target.path=zoo.gguf", "proposer=ngram", *SHORT, "output_dir=out", cwd=tmp_path)
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert "medusa" in summary["arms"] and json.loads((tmp_path / "out/manifest.json").read_text())
+    assert "ngram" in summary["arms"] and json.loads((tmp_path / "out/manifest.json").read_text())
 
 
 @pytest.mark.parametrize(

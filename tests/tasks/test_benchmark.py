@@ -128,11 +128,12 @@ def test_a_confidence_head_is_recorded_and_its_calibration_is_in_summary_and_pag
     path = written(tmp_path / "head", *dspark(32, 61, ids=(0, 1), mask=61))
     drafter = BlockDrafter.load(made.target, path, depth=3)
     assert run(replace(made, proposer=drafter), settings(tmp_path / "out", record="drafts"), CONFIG, quiet()) == 0
-    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["repeat"]["confidence"]["head"]
+    facts = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]["block"]["confidence"]["head"]
     steps = metrics.load(tmp_path / "out").steps
-    drafted = steps[(steps["arm"] == "repeat") & (steps["nodes"] > 0)]
+    drafted = steps[(steps["arm"] == "block") & (steps["nodes"] > 0)]
     assert (drafted["draft_confidence"].map(len) == drafted["nodes"]).all() and 0 < facts["ece"] < 1
-    assert "Calibration of the confidence head" in report.write(tmp_path / "out").read_text()
+    page = report.write(tmp_path / "out").read_text()
+    assert "Calibration of the confidence" in page and "block, confidence head" in page
 
 
 def test_greedy_arms_agree(done):

@@ -165,7 +165,7 @@ def assert_whole(swept: Swept, undisturbed: dict) -> None:
     }  # fmt: skip
     assert "'NO_SUCH_SEED' not found" in runs[FAILS].error
     table = sweep.collect(swept.folder)
-    assert sorted(table[table["arm"] == "medusa"]["seed"]) == list(range(SEEDS))
+    assert sorted(table[table["arm"] == "ngram"]["seed"]) == list(range(SEEDS))
     for seed in range(SEEDS):
         requests, wanted = load(runs[str(seed)].folder).requests, undisturbed[runs[str(seed)].folder.name]
         assert not requests.duplicated(["group", "arm", "request"]).any()

@@ -87,7 +87,9 @@ KINDS = {
     "lines": lambda *of: load.json_schema(*of, lines=True), "pattern": pattern.load, "template": template.load,
     "banned": banned.load, "choices": choices.load,
 }  # fmt: skip
-PARTS = st.fixed_dictionaries({}, optional={"most": VALUES | st.integers(1, 4), "stop": st.text(max_size=3) | VALUES})
+PARTS = st.fixed_dictionaries(
+    {}, optional={"max_tokens": VALUES | st.integers(1, 4), "stop": st.text(max_size=3) | VALUES}
+)
 SCHEMAS = st.recursive(
     VALUES | st.sampled_from(WORDS["subschema"]),
     lambda inner: st.dictionaries(st.sampled_from(WORDS["schema"]), inner, max_size=4) | st.lists(inner, max_size=3),
