@@ -52,7 +52,7 @@ def watch():  # pages of the mapped files count as the process's too, but Linux 
 threading.Thread(target=watch, daemon=True).start()
 path, before = sys.argv[1], peak[0]
 weights = weight_bytes(describe(path).model, torch.bfloat16, torch.device("cpu"))
-target = Target.load(path)
+target = Target.load(path, dtype="bfloat16")
 loaded = peak[0]
 mapped = anonymous(["RssFile"])  # weights of a data type that is not packed stay in the mapped files
 proposer = Ngram(4, 3, 1)

@@ -4,8 +4,6 @@ Other kinds of recurrent layers, delta nets (Qwen3.5) and Mamba 2 (Nemotron-H), 
 library.
 """
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -356,10 +354,3 @@ def test_greedy_decoding_with_ngram_chains_emits_what_plain_decoding_emits(tmp_p
     assert texts == plain and accepted > 60
     alone = [decoded(target, Ngram(6, 3, 1), [prompt])[0][0] for prompt in prompts]
     assert alone == [plain[number] for number in range(6)]
-
-
-def run(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "spec_lab", *arguments, "prompts.limit=3", "max_new_tokens=16", "warmup=1"],
-        cwd=cwd, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
