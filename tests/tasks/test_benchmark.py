@@ -81,7 +81,7 @@ def test_the_markdown_summary_has_the_table_of_arms_and_the_configuration(done):
 def test_a_prefix_cache_of_each_arm_changes_no_token_and_is_recorded(done, tmp_path):
     """Texts kept by the warm-up are forgotten, and the prompts are decoded one after the other."""
     texts, console = tuple(f"a long and common beginning of {end}" for end in ("one", "two", "three")), quiet()
-    for name, more in (("plain", {}), ("cached", {"prefix_cache": 4096})):
+    for name, more in (("plain", {}), ("cached", {"prefix_cache": 4096, "verbose": True})):
         assert run(lab(texts), settings(tmp_path / name, batch_size=1, warmup=2, **more), CONFIG, console) == 0
     plain, cached = (metrics.load(tmp_path / name).requests.set_index("id") for name in ("plain", "cached"))
     assert plain["text"].to_dict() == cached["text"].to_dict() and "cached_tokens" not in plain
