@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from spec_lab.core.cache_argument import cache_argument
 from spec_lab.models.ranks import rank
 from spec_lab.runners.adaptors import adapt
-from spec_lab.runners.attention import AttentionKind, Pack, Segment
+from spec_lab.runners.attention import AttentionKind, Pack, Segment, spans
 from spec_lab.runners.kv_cache import Cells
 
 IDLE = timedelta(days=7)
@@ -169,6 +169,7 @@ class Link:
                     gc.collect()  # split models are part of reference cycles
                     self._things[what["number"]] = model = shards(**what["how"])
                     adapt(model)
+                    spans()  # registered here too: rank 0 names it as the model's attention
                 else:
                     self._call(what, tensors)
         except Exception:  # rank 0 fails with the same error and handles it

@@ -23,7 +23,7 @@ REPEATS = 2
 
 
 @dataclass
-class Comparison:
+class ModeComparison:
     """One of the two comparisons after the recordings.
 
     Args:

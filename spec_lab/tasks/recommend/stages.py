@@ -23,7 +23,7 @@ from spec_lab.replay.recorded_trees import of_rows
 from spec_lab.results.writer import Recorder, load, load_replay
 from spec_lab.tasks.groups import BASELINE, decode_group
 from spec_lab.tasks.lab import Lab, Loop, Settings, Turn
-from spec_lab.tasks.recommend.comparison import REPEATS, Comparison
+from spec_lab.tasks.recommend.comparison import REPEATS, ModeComparison
 from spec_lab.tasks.recommend.confirm import LEVEL, Confirmed, confirm, select
 from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
 from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
@@ -272,8 +272,8 @@ class Stages:
         for name, mode in modes.items():
             self.took.setdefault(name, self.seconds(BASELINE) / mode.at(self.batch))
         arms: dict[str, Loop | None] = {}
-        selection = Comparison(self, "selecting", 0, self.selecting, modes, arms)
-        confirmation = Comparison(self, "confirming", 1, self.confirming, modes, arms)
+        selection = ModeComparison(self, "selecting", 0, self.selecting, modes, arms)
+        confirmation = ModeComparison(self, "confirming", 1, self.confirming, modes, arms)
 
         def fits(count: int, names: Sequence[str]) -> bool:
             later = min(map(self.seconds, names)) + self.seconds(BASELINE)
