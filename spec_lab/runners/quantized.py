@@ -64,11 +64,12 @@ def _scales(holder: Any) -> list[Tensor]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a subclass of Tensor consists of."""
+    """Return the plain tensors that a subclass of Tensor consists of; of a matrix split over ranks, this rank's."""
     if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(vars(tensor)[name])]
+    inner = (getattr(tensor, name) for name in names)  # DTensor has slots, and names its mesh too
+    return [part for value in inner if isinstance(value, Tensor) for part in _parts(value)]
 
 
 def quantized_share(described: Any, model: Any) -> float:
