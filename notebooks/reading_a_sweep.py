@@ -98,7 +98,8 @@ chains[[*columns, "speedup", "speedup_low", "speedup_high"]].round(2)
 # ## Against the option
 #
 # Tau and the speed-up by depth; bars are 95 % intervals over groups of prompts. The speed-up is a ratio of sums: total
-# tokens per total seconds over the baseline's. The dashed line is the baseline's speed.
+# tokens per total seconds over the baseline's. The dashed line is the baseline's speed. Where a verdict above is *not
+# reliable*, it says why: speeds of such a run are examples only; tau does not depend on time.
 
 # %%
 import matplotlib.pyplot as plt

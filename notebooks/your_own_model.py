@@ -158,7 +158,7 @@ figure.tight_layout()
 
 # %% [markdown]
 # A step with a draft costs more than one without, so a speed-up needs a tau above that cost; where an interval of the
-# speed-up contains 1, neither a gain nor a loss is shown. The verdict above the table says whether its times can be
+# speed-up contains 1, neither a gain nor a loss is shown. The verdict below the table says whether its times can be
 # trusted. What helps a head: more and longer answers (more prompts like your own, `task.answers`, `max_new_tokens`),
 # and hours in place of minutes. `experiments/real_model` has the recipe of heads for this model, from a million tokens
 # of its answers.
