@@ -105,6 +105,9 @@ class Draft:
             probability ``[M]`` that it is accepted if its parent is. None of a drafter that predicts nothing.
         measured: ``[R]`` what a policy measures at each row before its children are drawn (``Batch.measure``), NaN at
             rows from which nothing was drawn; None where nothing is measured.
+        greedy_q: ``[M]``, for records, the probability that the drafter gave each token that it chose as the likeliest:
+            of a model at temperature 1, of counts the share of what led there. NaN where it is not known; None where it
+            is not recorded (``Batch.recorded``), of sampled nodes, and of a drafter that computes none.
     """
 
     shape: Shape
@@ -120,6 +123,7 @@ class Draft:
     late: Late | None = None
     predict: Callable[[Draft], Tensor] | None = None
     measured: np.ndarray | None = None  # [R]
+    greedy_q: Tensor | None = None  # [M]
 
     def __post_init__(self) -> None:
         if self.token.numel() != self.shape.nodes:
@@ -235,9 +239,10 @@ class Draft:
             drawn = drawn[kept]
             noise = noise if GUMBEL in drawn else None
         measured = None if self.measured is None else self.measured[both]
+        greedy_q = None if self.greedy_q is None else self.greedy_q[torch.from_numpy(kept)]
         kept_draft = replace(
             self, shape=smaller, token=token, drawn=drawn, q_row=q_row, noise=noise, computed_only=extra,
-            measured=measured,
+            measured=measured, greedy_q=greedy_q,
         )  # fmt: skip
         return kept_draft, both
 

@@ -97,6 +97,7 @@ class Recorded:
         forced: ``[R]`` whether one token only is allowed after each row; None without a constraint on the target.
         broken: trees that were not verified, since their forward or draft failed.
         predicted: ``[M]`` the drafter's own prediction that each node is accepted (``Draft.predict``); None without it.
+        greedy_q: ``[M]`` as in ``Draft``.
     """
 
     token: list[int]
@@ -110,6 +111,7 @@ class Recorded:
     forced: np.ndarray | None
     broken: Collection[int] = ()
     predicted: np.ndarray | None = None
+    greedy_q: np.ndarray | None = None
 
     def columns(self, shape: Shape, committed: Sequence[Committed]) -> list[dict[str, Any]]:
         """Return ``schema.DRAFT_COLUMNS`` of each tree."""
@@ -132,6 +134,7 @@ class Recorded:
                     "draft_p": _listed(p, drafted),
                     "draft_q": _listed(self.q, drafted),
                     "draft_accept": _listed(None if tree in self.broken else accept, drafted),
+                    "draft_greedy_q": None if self.greedy_q is None else _listed(self.greedy_q, drafted),
                     "draft_confidence": None if self.predicted is None else _listed(self.predicted, drafted),
                     "draft_legal": None if self.legal is None else self.legal[drafted + shape.roots].tolist(),
                     "draft_forced": None if forced is None else forced[drafted].tolist(),

@@ -146,6 +146,7 @@ class Batch:
         measure: what a policy measures at each row before its children are drawn, ``[n]`` from draft probabilities
             ``[n, V]`` at temperature 1 below what a constraint allows; kept as ``Draft.measured``. None for nothing.
         deferred: whether a draft may stay on the device until the step reads its tokens (``Draft.late``).
+        recorded: whether drafted tokens are recorded, so that a draft states ``greedy_q``.
     """
 
     target: Target
@@ -158,6 +159,7 @@ class Batch:
     stop: StopRule | None = None
     measure: Callable[[torch.Tensor], torch.Tensor] | None = None
     deferred: bool = False
+    recorded: bool = False
 
     @property
     def device(self) -> torch.device:

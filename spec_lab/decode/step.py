@@ -56,7 +56,10 @@ def step(sequences: Sequence[SequenceState], arm: Arm, chunks: Sequence[Chunk] =
     with clock.stage("propose"):  # 1. Draft.
         masking = Masking(arm.constraint, sequences)
         deferred = masking.constraint is None and arm.target.lm.device.type != "cpu"
-        batch = Batch(arm.target, start.sequences, arm.draws, clock, masking.of_draft, read, deferred=deferred)
+        batch = Batch(
+            arm.target, start.sequences, arm.draws, clock, masking.of_draft, read, deferred=deferred,
+            recorded=arm.record.drafts,
+        )  # fmt: skip
         draft = propose(arm, batch) if masking.supports_drafts else no_draft(len(sequences), batch.device)
     draft = masking.mask(draft, clock, read)  # 2. Masks of the forest, perhaps in a thread during the forward.
     before = read.copies

@@ -45,6 +45,8 @@ class StepRecorder:
             wanted = p.recorded(outcome) if q is None else {"q": q} | p.recorded(outcome)
             if self.draft.predict is not None and self.draft.shape.nodes:
                 wanted["predicted"] = self.draft.predict(self.draft)
+            if self.draft.greedy_q is not None and self.draft.shape.nodes:
+                wanted["greedy_q"] = self.draft.greedy_q
         if len(self.rows):
             rows, samplings = p.rows, by_row(p.rows.samplings, self.draft.shape.root)
             plain = at_temperature_1(rows.logits, self.rows, samplings, rows.history, rows.allowed)
@@ -72,7 +74,7 @@ class StepRecorder:
         return Recorded(
             drafted, host.get("p"), host.get("q"), host.get("stop"), host.get("argmax"), host["token"],
             host.get("last_p"), None if masking.on_target is None else masking.on_target.legal, p.forced, broken,
-            host.get("predicted"),
+            host.get("predicted"), host.get("greedy_q"),
         )  # fmt: skip
 
     def distributions(self, host: Mapping[str, np.ndarray], observed: Sequence[Observation]) -> Distributions | None:

@@ -126,6 +126,8 @@ class BestFirst(Grower):
         first, above = self.shape.rows, rows[parent_of]
         self.shape = Shape(self.shape.roots, np.append(self.shape.parent, above))
         self.token = np.append(self.token, children.token[exists])
+        if self.greedy_q is not None:
+            self.greedy_q = np.append(self.greedy_q, children.probability[exists])
         self.score = np.append(self.score, self.score[above] + gains)
         self.q_row = np.append(self.q_row, np.full(len(above), -1))
         self.live = np.append(self.live, np.ones(len(above), dtype=bool))

@@ -80,14 +80,17 @@ class DeviceLevels:
         order, q_row, root, *more = given
         below = len(levels) - 1
         sources, above, uniforms = more[:below], more[below : 2 * below], more[2 * below :]
-        every, q, undefined = list[Tensor](), list[Tensor](), list[Tensor]()
+        every, q, undefined, stated = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         for number, level in enumerate(levels):
             if number:
                 logits = compute(number, every[-1].index_select(0, sources[number - 1]), above[number - 1])
             scores, without = finite(logits.to(probs_dtype(logits.dtype)))
             undefined.append(torch.zeros_like(scores[:, 0], dtype=torch.bool) if without is None else without)
             if self.greedy:
-                every.append(likeliest(scores, len(level.ranks)).view(-1))
+                tokens = likeliest(scores, len(level.ranks))
+                every.append(tokens.view(-1))
+                if self.batch.recorded:
+                    stated.append(scores.softmax(-1).gather(-1, tokens).view(-1))
                 continue
             scores = scores.clone() if scores is logits else scores  # it is written to
             samplings = by_row(self.samplings, shape.root[level.parents])
@@ -99,9 +102,10 @@ class DeviceLevels:
         token = torch.cat(every).index_select(0, order)
         broken = torch.zeros(shape.roots, dtype=torch.long, device=token.device)
         late = Late(broken.index_add_(0, root, torch.cat(undefined).long()) > 0, q_row, finish)
+        greedy_q = torch.cat(stated).index_select(0, order) if stated else None
         if self.drawn == "deterministic":
-            return Draft(shape, token, late=late)
+            return Draft(shape, token, late=late, greedy_q=greedy_q)
         if self.one_hot:
             one_hot = one_hot_(token, scores.new_empty(shape.nodes, scores.shape[1]))
-            return Draft(shape, token, self.drawn, one_hot, self.q_row, one_hot=True, late=late)
+            return Draft(shape, token, self.drawn, one_hot, self.q_row, one_hot=True, late=late, greedy_q=greedy_q)
         return Draft(shape, token, self.drawn, torch.cat(q), self.q_row, late=late)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class Children(NamedTuple):
         token: ``[n, K]`` the tokens of each row's children by rank. Those of children that do not exist mean nothing.
         counts: ``[n]`` how many there are; None: as many as the plan has below each row.
         stopped: ``[n]`` bool, at which rows drafting stops: the children get no children. None: nowhere.
-        probability: ``[n, K]`` of each child, where the rule or the stop rule reads it.
+        probability: ``[n, K]`` of each child, where the rule, the stop rule or a record reads it.
     """
 
     token: np.ndarray
@@ -63,6 +63,7 @@ class Grower(ABC):
 
     Attributes:
         token: ``[M]`` of the nodes of ``shape``, those drawn so far.
+        greedy_q: ``[M]`` as in ``Draft``; None where nobody records it, and where tokens are sampled.
         live: ``[R]`` bool, the rows of the draft.
         kept: the tokens of the draft, when it is complete.
     """
@@ -82,6 +83,7 @@ class Grower(ABC):
         self.one_hot = cold and not self.scored and not shape.branches
         self.greedy = self.drawn == "deterministic" or self.one_hot  # the likeliest tokens, whatever the random choice
         self.token = self.kept = np.zeros(shape.nodes, dtype=np.int64)
+        self.greedy_q = np.full(shape.nodes, np.nan) if batch.recorded and self.greedy else None
         self.broken: dict[int, str] = {}
         self.live = np.zeros(shape.rows, dtype=bool)
         self.live[: shape.roots] = True
@@ -177,10 +179,11 @@ class Grower(ABC):
             return np.zeros(len(rows), bool) if self.stop is None else self._stopped(probs[0], rows).numpy()
 
         (array,) = self.batch.read(array)
-        host = likeliest_on_host(array, width, allowed, None if self.stop is None and measure is None else stops)
+        read = self.stop is not None or measure is not None or self.greedy_q is not None
+        host = likeliest_on_host(array, width, allowed, stops if read else None)
         if measure is not None:
             host["measured"] = measure(probs[0]).numpy()
-        if self.path is not None:
+        if self.path is not None or self.greedy_q is not None:
             host["probability"] = np.take_along_axis(probs[0].numpy(), host["token"], 1)
         return host
 
@@ -213,8 +216,9 @@ class Grower(ABC):
             allowed = np.ones(scores.shape, dtype=bool) if allowed is None else allowed
         if allowed is not None:
             ask["possible"] = allow_(scores, allowed)
-        measure = self.batch.measure
-        probs = None if self.stop is None and measure is None else scores.softmax(-1)
+        measure, states = self.batch.measure, self.greedy_q is not None
+        read = self.stop is not None or measure is not None or (states and self._keeps_logits)
+        probs = scores.softmax(-1) if read else None
         if probs is not None and self.stop is not None:
             ask["stopped"] = self._stopped(probs, rows)
         if probs is not None and measure is not None:
@@ -237,7 +241,7 @@ class Grower(ABC):
             keyed = [(places, of_rank) for (places, _), of_rank in zip(ranks, uploaded, strict=True)]
             token = sample_siblings(self.batch.draws, self.drawn, scores, ask.get("support"), keyed)
         ask["token"] = token
-        if self.scored or self.path is not None:
+        if self.scored or self.path is not None or states:
             ask["probability"] = (scores if self.scored or probs is None else probs).gather(-1, token)
         host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
         if self.scored and self.greedy:  # the largest first, so that those without mass are the last
@@ -268,7 +272,7 @@ class Grower(ABC):
         Args:
             like: logits.
         """
-        shape, token, q_row = self.shape, self.token, self.q_row
+        shape, token, q_row, greedy_q = self.shape, self.token, self.q_row, self.greedy_q
         measured = None
         if self.batch.measure is not None:
             measured = np.full(shape.rows, np.nan)
@@ -279,18 +283,20 @@ class Grower(ABC):
             both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
             token, q_row = token[kept], q_row[both]
             measured = None if measured is None else measured[both]
+            greedy_q = None if greedy_q is None else greedy_q[kept]
         self.kept = token
-        (tokens,) = upload(self.batch.device, token)
+        tokens, *stated = upload(self.batch.device, token, *([] if greedy_q is None else [greedy_q]))
+        more: dict[str, Any] = {"broken": self.broken, "measured": measured, "greedy_q": stated[0] if stated else None}
         if self.drawn == "deterministic":
-            return Draft(shape, tokens, broken=self.broken, measured=measured)
+            return Draft(shape, tokens, **more)
         nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))
         if self.one_hot:  # each row has one child at most, of which its q is certain
             q_row[shape.parent] = np.arange(shape.nodes)
             q = one_hot_(tokens, nothing.new_empty(shape.nodes, nothing.shape[1]))
-            return Draft(shape, tokens, self.drawn, q, q_row, broken=self.broken, one_hot=True, measured=measured)
+            return Draft(shape, tokens, self.drawn, q, q_row, one_hot=True, **more)
         q = torch.cat(self.q) if self.q else nothing
         noise = None if self.drawn != "gumbel" else torch.cat(self.noise) if self.noise else nothing.double()
-        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken, measured=measured)
+        return Draft(shape, tokens, self.drawn, q, q_row, noise, **more)
 
 
 def likeliest_on_host(

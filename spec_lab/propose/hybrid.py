@@ -264,6 +264,10 @@ def join(batch: Batch, drafts: Sequence[Draft], owners: Sequence[Sequence[int]])
         draft = Draft(shape, token, code, torch.cat(q), q_rows, None, broken, extra, one_hot)
     else:
         draft = Draft(shape, token, broken=broken, computed_only=extra)
+    if any(part.greedy_q is not None for part in drafts):
+        unknown = [part.token.new_full((part.shape.nodes,), torch.nan, dtype=torch.float64) for part in drafts]
+        stated = [none if part.greedy_q is None else part.greedy_q for part, none in zip(drafts, unknown, strict=True)]
+        draft = replace(draft, greedy_q=torch.cat(stated))
     places = draft.computed_shape.places
     numbers = [
         [places[new[rows[1:]]].tolist() for rows in draft.computed_shape.trees]

@@ -58,8 +58,12 @@ class LevelByLevel(Grower):
             self.live[nodes] = True
             self.token[nodes - self.shape.roots] = children.token[above, rank]
             self.grows[nodes] = True if children.stopped is None else ~children.stopped[above]
-            if self.path is not None and children.probability is not None:
+            if children.probability is None:
+                continue
+            if self.path is not None:
                 self.path[nodes] = self.path[rows[above]] * children.probability[above, rank]
+            if self.greedy_q is not None:
+                self.greedy_q[nodes - self.shape.roots] = children.probability[above, rank]
 
 
 RUN = 24
@@ -153,3 +157,5 @@ class ForcedChains(Grower):
         self.token[rows - self.shape.roots] = token
         if self.path is not None:
             self.path[rows] = self.path[above] * probability
+        if self.greedy_q is not None:
+            self.greedy_q[rows - self.shape.roots] = probability

@@ -18,7 +18,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import Folder, Number, Share, Whole, WrongOption, checked
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, forest
-from spec_lab.core.upload import upload_tokens
+from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Observation, Proposer
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
@@ -220,8 +220,11 @@ class Suffix(Proposer):
             for room, sequence in zip(batch.room(), batch.sequences, strict=True)
         ]
         shapes = tuple(self._shape(draft.parents) for draft in drafts)
-        tokens = [token for draft in drafts for token in draft.tokens]
-        return Draft(forest(shapes), upload_tokens(batch.device, tokens))
+        tokens = upload_tokens(batch.device, [token for draft in drafts for token in draft.tokens])
+        if not batch.recorded:
+            return Draft(forest(shapes), tokens)
+        shares = np.array([share for draft in drafts for share in draft.shares])
+        return Draft(forest(shapes), tokens, greedy_q=upload(batch.device, shares)[0])
 
     def _draft(self, sequence: SequenceState) -> SuffixDraft:
         """Return the draft of the best score over the sources: the own text first, which wins ties.

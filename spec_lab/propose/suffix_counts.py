@@ -22,11 +22,18 @@ class SuffixDraft(NamedTuple):
         score: the expected number of accepted tokens: the sum of the nodes' shares of the occurrences.
         parents: the row above each node; 0 is the root.
         tokens: of each node.
+        counts: occurrences that lead to each row, the root's first.
     """
 
     score: float
     parents: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of each parent's occurrences that lead to the node: count(child) / count(node) of the paper."""
+        return [count / self.counts[above] for count, above in zip(self.counts[1:], self.parents, strict=True)]
 
 
 NO_DRAFT = SuffixDraft(0.0)
@@ -109,6 +116,7 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
         min_score: a score.
     """
     tokens: list[int] = []
+    counts = [len(places)]
     total, counted, ended = len(places), 0, source.end
     while len(tokens) < budget:
         depth = len(tokens)
@@ -116,10 +124,10 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
         token = column[0]
         same = column.count(token)
         if token == ended or 2 * same < len(column):
-            counts = Counter(column)
-            counts[ended] = 0
-            token = max(counts, key=counts.__getitem__)  # the first of the most frequent ones
-            same = counts[token]
+            counter = Counter(column)
+            counter[ended] = 0
+            token = max(counter, key=counter.__getitem__)  # the first of the most frequent ones
+            same = counter[token]
         if not same or same / total < min_share or (counted + same * (budget - depth)) / total <= min_score:
             break
         if same < len(places):
@@ -128,8 +136,11 @@ def chain(source: SuffixSource, places: Sequence[int], budget: int, min_share: f
         else:
             tokens += _common(source.continuations([position + depth for position in places], budget - depth))
         counted += same * (len(tokens) - depth)
+        counts += [same] * (len(tokens) - depth)
     score = counted / total
-    return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens)) if score > min_score else NO_DRAFT
+    if score <= min_score:
+        return NO_DRAFT
+    return SuffixDraft(score, tuple(range(len(tokens))), tuple(tokens), tuple(counts))
 
 
 def _common(rows: list[list[int]]) -> list[int]:
@@ -157,6 +168,7 @@ def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: f
     tokens: list[int] = []
     heap: list[tuple[int, int, int, int, int, list[Sequence[int]]]] = []
     total, order, counted = len(rows), 0, 0
+    counts = [total]
     parent, depth, here = 0, 0, list(rows)
     while len(tokens) < budget:
         below: dict[int, list[Sequence[int]]] = {}
@@ -175,6 +187,7 @@ def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: f
             for _, _, above, token, depth, (row,) in heap:
                 parents.append(above)
                 tokens.append(token)
+                counts.append(1)
                 counted += 1
                 if len(tokens) == budget:
                     break
@@ -185,5 +198,6 @@ def grow(rows: Sequence[Sequence[int]], budget: int, children: int, min_share: f
         counted -= count
         parents.append(above)
         tokens.append(token)
+        counts.append(-count)
         parent = len(tokens)
-    return SuffixDraft(counted / total, tuple(parents), tuple(tokens))
+    return SuffixDraft(counted / total, tuple(parents), tuple(tokens), tuple(counts))

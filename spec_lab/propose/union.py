@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from spec_lab.core.draft import ComputedOnly, Draft
 from spec_lab.core.options import WrongOption, checked
 from spec_lab.core.shape import Shape
-from spec_lab.core.upload import upload_tokens
+from spec_lab.core.upload import upload, upload_tokens
 from spec_lab.decode.proposer import Proposer
 from spec_lab.decode.sequence import Batch, DraftMasks
 from spec_lab.models.target import Target
@@ -151,7 +152,12 @@ class Union(Hybrid):
             else:
                 sampled[n] = draft
         shape, token = _forest(tries)
-        drafts = [Draft(shape, upload_tokens(batch.device, token), broken=_broken(fixed.values()))]
+        drafts = [
+            Draft(
+                shape, upload_tokens(batch.device, token), broken=_broken(fixed.values()),
+                greedy_q=_greedy_q(batch, fixed, tries, merged_nodes),
+            )
+        ]  # fmt: skip
         extras = {n: _without_nodes(draft) for n, draft in fixed.items() if draft.computed_only is not None}
         drafts += [*extras.values(), *sampled.values()]
         joined, numbers = join(batch, drafts, [every] * len(drafts))
@@ -199,6 +205,32 @@ def _forest(tries: Sequence[Trie]) -> tuple[Shape, np.ndarray]:
         tokens += trie.token
         start += len(trie.token)
     return Shape(len(tries), np.array(parents, dtype=np.int64)), np.array(tokens, dtype=np.int64)
+
+
+def _greedy_q(
+    batch: Batch, drafts: Mapping[int, Draft], tries: Sequence[Trie], nodes: Mapping[int, list[list[int] | None]]
+) -> Tensor | None:
+    """Return ``Draft.greedy_q`` of merged drafts: of each node that of the first part that states one.
+
+    Args:
+        batch: the sequences.
+        drafts: by the number of their part.
+        tries, nodes: as in ``Union._merge``.
+    """
+    stated = {n: drafts[n].greedy_q for n in sorted(drafts, reverse=True)}
+    given = [q for q in stated.values() if q is not None]
+    if not given:
+        return None
+    values, read = [np.full(len(trie.token), np.nan) for trie in tries], iter(batch.read(*given))
+    for n, q in stated.items():
+        if q is None:
+            continue
+        host, shape = next(read), drafts[n].shape
+        for tree, numbers in enumerate(nodes[n]):
+            if numbers:
+                q_of_tree = host[shape.trees[tree][1:] - shape.roots]
+                values[tree][numbers] = np.where(np.isnan(q_of_tree), values[tree][numbers], q_of_tree)
+    return upload(batch.device, np.concatenate(values))[0]
 
 
 def _without_nodes(draft: Draft) -> Draft:

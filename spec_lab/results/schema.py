@@ -136,6 +136,12 @@ OPTIONAL = {
             pa.list_(pa.float32()),
             "draft probability of each drafted token before any sibling was drawn; null where it was not sampled",
         ),
+        "draft_greedy_q": (
+            pa.list_(pa.float32()),
+            "probability that the drafter gave each token that it chose as the likeliest instead of drawing it: of a "
+            "model at temperature 1, of suffix the share of the occurrences of the tokens above it; null where the "
+            "token was sampled, and of drafters that compute none",
+        ),
         "draft_accept": (
             pa.list_(pa.float32()),
             "probability that each drafted token is accepted given that its parent is, from the verifier's exact "

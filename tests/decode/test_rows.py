@@ -42,10 +42,32 @@ def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(ta
                 p, q = (plain_probabilities(model.lm.model, above, WARM) for model in (target, proposer))
                 token = row["draft_tokens"][number]
                 assert row["draft_p"][number] == pytest.approx(float(p[token]))
-                assert row["draft_q"][number] == (None if drawn == "deterministic" else pytest.approx(float(q[token])))
+                likeliest = drawn == "deterministic"
+                assert row["draft_greedy_q" if likeliest else "draft_q"][number] == pytest.approx(float(q[token]))
+                assert row["draft_q"][number] is None if likeliest else row["draft_greedy_q"] is None
         for sequence, got in zip(info.sequences, info.committed, strict=True):
             texts[sequence.request.id] += [token.token for token in got.tokens if token.kept]
     assert sum(len(row["draft_tokens"]) for info in steps for row in info.rows()) > 20
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_a_chain_at_temperature_0_records_the_draft_model_s_probabilities_at_temperature_1(target, penalty):
+    proposer, sampling = draft_model("1x1"), Sampling(repetition_penalty=penalty)
+    wanted = requests(sampling, new=4)
+    engine = fixed_group(Arm(target, proposer, Token(), CounterDraws(0), record=Recording(drafts=True)), wanted)
+    texts = [list(request.tokens) for request in wanted]
+    for info in engine:
+        for row, sequence in zip(info.rows(), info.sequences, strict=True):
+            above = list(texts[sequence.request.id])
+            for token, q, greedy_q in zip(
+                *(row[f"draft_{name}"] or [] for name in ("tokens", "q", "greedy_q")), strict=True
+            ):
+                expected = plain_probabilities(proposer.lm.model, above, Sampling(1.0, repetition_penalty=penalty))
+                assert q == 1.0 and greedy_q == pytest.approx(float(expected[token])) and greedy_q < 1
+                above.append(token)
+        for sequence, got in zip(info.sequences, info.committed, strict=True):
+            texts[sequence.request.id] += [token.token for token in got.tokens if token.kept]
+    assert [len(text) for text in texts] == [len(request.tokens) + 4 for request in wanted]
 
 
 def test_drafts_are_not_recorded_unless_asked_for(target):

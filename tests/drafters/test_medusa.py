@@ -117,7 +117,7 @@ def test_nodes_hold_their_heads_tokens(target):
     batch.sequences[1].tokens += [7, 8]
     batch.sequences[2].tokens += [1, 2, 3, 4, 5]
     batch.sequences.append(fresh)
-    draft = proposer.propose(batch)
+    draft = proposer.propose(replace(batch, recorded=True))
     shape = draft.shape
     for head, (sequence, gap) in enumerate(zip(batch.sequences, (0, 1, 4, 4), strict=True)):
         rows = shape.trees[head][1:]
@@ -126,10 +126,13 @@ def test_nodes_hold_their_heads_tokens(target):
             continue
         text = sequence.tokens[: len(sequence.tokens) - gap - 1]
         hidden = last_state(target, text)
-        likeliest = plain_heads(proposer.heads, hidden, sequence.tokens[len(text)]).topk(3).indices
+        logits = plain_heads(proposer.heads, hidden, sequence.tokens[len(text)])
+        likeliest, q = logits.topk(3).indices, logits.softmax(-1)
         for row in rows:
             level, rank = shape.depth[row] - 1 + gap, shape.rank[row - shape.roots]
-            assert draft.token[row - shape.roots] == likeliest[level, rank]
+            token = draft.token[row - shape.roots]
+            assert token == likeliest[level, rank]
+            torch.testing.assert_close(draft.greedy_q[row - shape.roots], q[level, token])
 
 
 def test_a_fork_drafts_like_its_origin(target):

@@ -28,13 +28,13 @@ WARM = Sampling(1.0)
 COLD = Sampling()
 
 
-def bare_batch(keys, vocabulary, draws=None, masks=None):
+def bare_batch(keys, vocabulary, draws=None, masks=None, recorded=False):
     """Return the batch that a grower reads, for a drafter that is a table: sequences of one token with these keys."""
     prompt = SimpleNamespace(tokens=[1])
     return SimpleNamespace(
         target=SimpleNamespace(vocabulary=vocabulary), device=torch.device("cpu"), read=Readback(), draws=draws,
         draft_masks=masks, sequences=[SimpleNamespace(tokens=[1], request=prompt, key=key) for key in keys],
-        measure=None,
+        measure=None, recorded=recorded,
     )  # fmt: skip
 
 

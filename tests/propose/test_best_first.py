@@ -156,7 +156,7 @@ class Table:
             return RowLogits(torch.from_numpy(np.array(logits)))
 
         roots = [self.logits(number, ()) for number, depth in zip(numbers, depths, strict=True) if depth]
-        batch = bare_batch(keys, V, CounterDraws(seed), self.masks)
+        batch = bare_batch(keys, V, CounterDraws(seed), self.masks, recorded=True)
         growing = BestFirst(budget, drawn, batch, depths, [WARM] * len(keys))
         return growing.grow(RowLogits(torch.from_numpy(np.array(roots).reshape(-1, V))), expand)
 
@@ -271,8 +271,11 @@ def test_draft_masks_follow_each_path_and_dead_ends_are_not_expanded(drawn, widt
             if path[-1:] == (0,):
                 ended += 1
                 assert not len(shape.children[row])
-            if drawn != "deterministic" and len(shape.children[row]):
-                expected = torch.tensor(table.probabilities(int(shape.root[row]))(path), dtype=torch.float64)
+            expected = torch.tensor(table.probabilities(int(shape.root[row]))(path), dtype=torch.float64)
+            if drawn == "deterministic":
+                for node in (int(child) - shape.roots for child in shape.children[row]):
+                    torch.testing.assert_close(draft.greedy_q[node], expected[draft.token[node]])
+            elif len(shape.children[row]):
                 torch.testing.assert_close(draft.q[draft.q_row[row]], expected)
         assert len(table.masks.asked) == len(set(table.masks.asked)), "each row is asked about once"
     assert ended

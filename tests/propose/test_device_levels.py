@@ -34,7 +34,7 @@ def tiny_lm(seed):
 
 
 def decoded(proposer, temperatures, monkeypatch, deferred):
-    monkeypatch.setattr(engine_step, "Batch", lambda *args, **_: Batch(*args, deferred=deferred))
+    monkeypatch.setattr(engine_step, "Batch", lambda *args, **_: Batch(*args, deferred=deferred, recorded=True))
     target = Target(tiny_lm(0), None, "tiny", 64, "", 0.0)
     requests = [
         Request(number, f"r{number}", tuple(range(1, 9 - number)), Sampling(temperature), 12)
@@ -58,6 +58,11 @@ def test_drafts_and_tokens_are_those_of_levels_that_are_read(monkeypatch, drafte
         if expected.draft.q is not None and info.draft.shape.nodes:
             assert torch.equal(info.draft.q, expected.draft.q)
             assert np.array_equal(info.draft.q_row, expected.draft.q_row)
+        if info.draft.shape.nodes:
+            greedy_q, stated = info.draft.greedy_q, expected.draft.greedy_q
+            assert (greedy_q is None) == (stated is None)
+            if stated is not None:
+                torch.testing.assert_close(greedy_q, stated)
 
 
 def test_a_tree_without_a_distribution_ends_its_sequence(monkeypatch):

@@ -43,10 +43,11 @@ class Table:
 RULES = {"none": None, "confidence": Confidence(), "adaedl": AdaEdl(), "svip": Svip(), "gain": Gain()}
 
 
-def grown(shape: Shape, drawn, seed, broken, masked, stop, on_host):
+def grown(shape: Shape, drawn, seed, broken, masked, stop, on_host, recorded=False):
     """A draft, the rows that were computed, and the copies to the host."""
     allowed = np.random.default_rng(seed + 1).random((shape.rows, V)) < 0.5
-    batch = bare_batch([(0, 0, 0)] * shape.roots, V, masks=(lambda _, rows, token: allowed[rows]) if masked else None)
+    masks = (lambda _, rows, token: allowed[rows]) if masked else None
+    batch = bare_batch([(0, 0, 0)] * shape.roots, V, masks=masks, recorded=recorded)
     lm = Table(shape.rows, seed, broken)
     grower = LevelByLevel(drawn, batch, shape, [COLD] * shape.roots, stop)
     with patch.object(LevelByLevel, "_on_host", on_host):
@@ -79,6 +80,26 @@ def test_the_host_draws_what_the_device_draws(shape, drawn, seed, broken, masked
         assert host.one_hot
         parents = np.unique(host.shape.parent)
         torch.testing.assert_close(host.q[host.q_row[parents]], device.q[device.q_row[parents]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(("shape", "drawn"), [(forest((TREE, chain(3))), "deterministic"), (chain(4), "iid")])
+def test_likeliest_tokens_state_their_probability_where_they_are_recorded(shape, drawn, on_host):
+    draft, *_ = grown(shape, drawn, 5, 0.0, False, None, on_host, recorded=True)
+    q = Table(shape.rows, 5, 0.0).logits.softmax(-1)[torch.from_numpy(shape.parent)]
+    torch.testing.assert_close(draft.greedy_q, q.gather(1, draft.token[:, None])[:, 0])
+    kept, rows = draft.keep(draft.shape.depth < 2)
+    assert torch.equal(kept.greedy_q, draft.greedy_q[torch.from_numpy(rows[shape.roots :] - shape.roots)])
+    assert grown(shape, drawn, 5, 0.0, False, None, on_host)[0].greedy_q is None
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_under_masks_and_rules_the_host_states_what_the_device_states(rule):
+    shape = forest((TREE, chain(3)))
+    stop = None if RULES[rule] is None else Stop(RULES[rule], np.full(shape.roots, 0.35))
+    host, device = (grown(shape, "deterministic", 7, 0.0, True, stop, on_host, True)[0] for on_host in (True, False))
+    assert (host.shape.nodes or stop) and host.token.tolist() == device.token.tolist()
+    torch.testing.assert_close(host.greedy_q, device.greedy_q)
 
 
 def test_logits_are_not_written_to():

@@ -181,12 +181,14 @@ def test_a_tree_has_the_nodes_of_the_largest_counts(rows, budget, children):
         naive = naive_draft(rows, budget, children, min_share)
         assert paths(got.parents, got.tokens) == [path for path, _ in naive]
         assert got.score == sum(count for _, count in naive) / len(rows)
+        of_path = {(): len(rows), **dict(naive)}
+        assert got.shares == [count / of_path[path[:-1]] for path, count in naive]
 
 
 def test_a_score_is_the_expected_number_of_accepted_tokens():
     """Two of three occurrences continue with 5, one of these with 6: 2/3 + 1/3."""
     got = grow([[5, 6], [5, 7], [8]], 2, 1, 0.1)
-    assert got.tokens == (5, 6) and got.score == pytest.approx(1.0)
+    assert got.tokens == (5, 6) and got.score == pytest.approx(1.0) and got.shares == [2 / 3, 1 / 2]
     assert grow([[5, 6], [5, 7], [8]], 9, 9, 0.5).tokens == (5,)
 
 
@@ -199,7 +201,9 @@ RULES = (
 
 def batch(proposer, *texts):
     sequences = [SimpleNamespace(tokens=list(text), state=proposer.init(None)) for text in texts]
-    return SimpleNamespace(sequences=sequences, device=torch.device("cpu"), room=lambda: [99] * len(sequences))
+    return SimpleNamespace(
+        sequences=sequences, device=torch.device("cpu"), room=lambda: [99] * len(sequences), recorded=True
+    )
 
 
 def drafted(proposer, asked):
@@ -242,6 +246,18 @@ def test_the_own_text_wins_ties_and_a_better_score_wins():
     assert drafted(proposer, batch(proposer, [1, 2, 8, 1, 2]))[0][0] == (8,)
     proposer.shared.learn([9, 1, 2, 6, 5, 4])
     assert drafted(proposer, batch(proposer, [1, 2, 8, 9, 1, 2])) == [[(6,), (6, 5), (6, 5, 4)]]
+
+
+def test_shares_of_a_chain_are_those_of_its_tree():
+    """Of three occurrences of (1, 2) two continue with 7, and these agree on what follows."""
+    text = [1, 2, 7, 8, 9, 3, 1, 2, 5, 4, 6, 1, 2, 7, 8, 9, 0, 1, 2]
+    chains, trees = (Suffix(SuffixRules(children=children, min_match=2)) for children in (1, 3))
+    chain, tree = (proposer.propose(batch(proposer, text)) for proposer in (chains, trees))
+    assert chain.token.tolist() == tree.token.tolist() == [7, 8]
+    assert chain.greedy_q.tolist() == tree.greedy_q.tolist() == [2 / 3, 1.0]
+    unrecorded = batch(chains, text)
+    unrecorded.recorded = False
+    assert chains.propose(unrecorded).greedy_q is None
 
 
 def test_a_fork_drafts_from_a_text_of_its_own():

@@ -183,7 +183,7 @@ def test_rest_drafts_a_tree_and_is_lossless(tmp_path):
     options = {"min_match": 2, "children": 64, "factor": 0.0, "offset": 64, "nodes": 64, "min_share": 0.0, "own": False}
     rest = Suffix.load(target_of(4), store=str(tmp_path / "out"), name="rest", **options)
     sequence = SimpleNamespace(tokens=[1, 2], state=rest.init(None))
-    draft = rest.propose(SimpleNamespace(sequences=[sequence], device="cpu", room=lambda: [99]))
+    draft = rest.propose(SimpleNamespace(sequences=[sequence], device="cpu", room=lambda: [99], recorded=False))
     assert draft.token.tolist() == [3, 0, 0, 3] and draft.shape.parent.tolist() == [0, 0, 1, 1]
     assert rest.sha256 and rest.facts["store"]["documents"] == 3
     proof = prove(rest, Token(), QUICK)

@@ -93,6 +93,23 @@ def test_equal_tokens_are_drafted_once_and_the_last_part_s_nodes_are_dropped_fir
     assert paths(fewer.propose(batch_of(target, requests(), fewer)), 0) == [(1,), (1, 2), (1, 2, 3), (1, 2, 4)]
 
 
+def test_merged_nodes_have_the_probability_that_a_part_states_of_them(target):
+    def stated(proposer):
+        draft = proposer.propose(replace(batch_of(target, requests(WARM), proposer), recorded=True))
+        assert draft.greedy_q.shape == draft.token.shape
+        rows = draft.shape.trees[0][1:]
+        of_tree = draft.greedy_q[torch.from_numpy(rows - draft.shape.roots)]
+        return dict(zip(paths(draft, 0), of_tree.tolist(), strict=True))
+
+    alone = stated(draft_model("1x1", "deterministic"))
+    first = min(alone, key=len)[0]
+    parts = Fixed(first, 0), draft_model("1x1", "deterministic"), draft_model("2x1", "without_replacement")
+    merged = stated(union(*parts))
+    assert len(merged) > len(alone) + 1 and alone.keys() < merged.keys()
+    assert all(np.isnan(q) for path, q in merged.items() if path not in alone)
+    assert {path: merged[path] for path in alone} == pytest.approx(alone)
+
+
 def test_sampled_nodes_stand_behind_the_points_and_never_repeat_one_at_the_root(target):
     both = union(Fixed(1, 2), Fixed(3), draft_model("4x1", "without_replacement"))
     draft = both.propose(batch_of(target, requests(WARM), both))

@@ -11,9 +11,9 @@ import pandas as pd
 BINS = 10
 """Equal bins of the predicted probability."""
 
-PREDICTIONS = {"draft": "draft_q", "head": "draft_confidence"}
-"""The columns in ``steps`` of what a drafter states of a drafted token: its draft probability, and the prediction of
-its confidence head."""
+PREDICTIONS = {"draft": "draft_q", "greedy": "draft_greedy_q", "head": "draft_confidence"}
+"""The columns in ``steps`` of what a drafter states of a drafted token: the draft probability it was sampled with; the
+one that it had where it was chosen as the likeliest; and the prediction of the drafter's confidence head."""
 
 
 def reliability(predicted: np.ndarray, happened: np.ndarray, name: str) -> dict[str, Any] | None:

@@ -111,10 +111,11 @@ PATHS = (
     "trees the 64 nodes accepted most often."
 )
 CONFIDENCE = (
-    "What a drafter states of its drafted tokens, its draft probability or the prediction of its confidence head, "
-    f"against the exact probability that each is accepted given that all above it are. {MEANING}"
+    "What a drafter states of its drafted tokens, its draft probability (at temperature 1 where it chose the likeliest "
+    "tokens) or the prediction of its confidence head, against the exact probability that each is accepted given that "
+    f"all above it are. {MEANING}"
 )
-STATED = {"draft": "", "head": ", confidence head"}
+STATED = {"draft": "", "greedy": ", likeliest tokens", "head": ", confidence head"}
 """How predictions of ``metrics.confidence`` are shown, behind their arm."""
 NO_STEPS = "No finished group has a step after its prefill, so there is nothing to draw."
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.inference import inference
 from spec_lab.core.options import Count, DrafterPath, Filled, Temperature, WrongOption, checked
-from spec_lab.core.probabilities import likeliest
+from spec_lab.core.probabilities import likeliest, probs_dtype
 from spec_lab.core.reading import Reading
 from spec_lab.core.request import Request
 from spec_lab.core.shape import Shape, forest
@@ -232,10 +232,13 @@ class Medusa(Proposer):
         following = np.array([batch.sequences[tree].tokens[computed[tree]] for tree in active])
         (pending,) = upload(lm.device, following)
         with batch.clock.phase("propose_forward"):
-            logits = self.heads(hidden, pending)  # [B, K, V]
-        tokens = likeliest(logits.flatten(0, 1), self._width)
-        flat = tokens.view(-1)
-        return Draft(shape, flat if index is None else flat.index_select(0, index))
+            logits = self.heads(hidden, pending).flatten(0, 1)  # [B * K, V]
+        tokens = likeliest(logits, self._width)
+        arrays = [tokens.view(-1)]
+        if batch.recorded:
+            arrays.append(logits.to(probs_dtype(logits.dtype)).softmax(-1).gather(-1, tokens).view(-1))
+        token, *stated = arrays if index is None else [array.index_select(0, index) for array in arrays]
+        return Draft(shape, token, greedy_q=stated[0] if stated else None)
 
     def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor | None]:
         """Plan a step whose tree b begins with head ``gaps[b]``.

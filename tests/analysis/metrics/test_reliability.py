@@ -46,5 +46,9 @@ def test_what_a_drafter_states_is_compared_with_the_exact_acceptance_of_its_node
     assert [entry["tokens"] for entry in facts["draft"]["bins"]] == [2], "a forced token is left out"
 
 
-def test_one_hot_draft_distributions_state_nothing():
-    assert metrics.confidence(pd.DataFrame({"draft_q": [[1.0, 1.0]], "draft_accept": [[1.0, 0.0]]})) == {}
+def test_likeliest_tokens_are_calibrated_where_one_hot_draft_distributions_state_nothing():
+    steps = pd.DataFrame({"draft_q": [[1.0, 1.0]], "draft_accept": [[1.0, 0.0]]})
+    assert metrics.confidence(steps) == {}
+    facts = metrics.confidence(steps.assign(draft_greedy_q=[[0.75, 0.5]]))
+    assert facts.keys() == {"greedy"} and facts["greedy"]["auroc"] == 1.0
+    assert facts["greedy"]["brier"] == pytest.approx((0.25**2 + 0.5**2) / 2)
