@@ -23,6 +23,9 @@ FEATURES = ("eagle", "eagle3", "mtp")
 LOOKUPS = ("ngram", "ngram_tree", "suffix", "sam", "rest", "recycling", "pld_plus")
 """Proposers that compute no model."""
 
+TARGET_LAYERS = ("early_exit", "kangaroo", "skip", "sparse_kv")
+"""Proposers that compute layers of the target for each level; their costs are not modelled."""
+
 KINDS = {
     **dict.fromkeys(DRAFT_MODELS, "draft model"),
     "pard": "parallel draft model",
@@ -243,8 +246,8 @@ def by_table(
 
 
 def passes(proposer: str, depth: float) -> float:
-    """Return the passes with which a proposer drafts ``depth`` levels; 1 of those whose drafting is not modelled."""
-    sequential, _ = PASSES_OF.get(KINDS.get(proposer, ""), (False, "one"))
+    """Return the passes with which a proposer drafts ``depth`` levels; 1 of others whose drafting is not modelled."""
+    sequential, _ = PASSES_OF.get(KINDS.get(proposer, ""), (proposer in TARGET_LAYERS, "one"))
     return depth if sequential else 1.0
 
 

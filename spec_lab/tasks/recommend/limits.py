@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.roofline import ForwardWork
 from spec_lab.core.user_cache import default_folder
 from spec_lab.models.target import Target
 from spec_lab.propose.calibrate import conditions, visits
@@ -25,6 +26,43 @@ FEWEST = 2
 
 PASSES = WARM_UP + 3
 """Visits of each size at least: one that shows which sizes fit, the warm-up and two timed ones."""
+
+
+LEAST_GAIN = 1.1
+"""The most that drafts on a small KV cache could gain, below which they are not tried."""
+
+
+def most_gain(work: ForwardWork, batch: int, context: float, budget: int) -> float:
+    """Return the most that drafts of the target on a small KV cache can gain, were all their tokens accepted.
+
+    A step that drafts k tokens emits k + 1 in the time of k forwards d on the small cache and one forward t on the
+    whole one: (k + 1) t / (k d + t) <= t / d. Bytes and FLOPs bound t / d, whichever of the two limits a forward.
+
+    Args:
+        work: of the target's forward.
+        batch: sequences decoded together.
+        context: positions of a sequence.
+        budget: positions of the small cache.
+    """
+    kv, flops = (sum(getattr(layers, name) for layers in work.attention) for name in ("kv_bytes", "flops"))
+    weights, row = float(work.read(batch)), work.row_flops + work.logits_flops
+    small = min(context, budget)
+    return max((weights + batch * kv * context) / (weights + batch * kv * small),
+               (row + flops * context) / (row + flops * small))  # fmt: skip
+
+
+def why_no_small_cache(work: ForwardWork | None, batch: int, context: float, budget: int) -> str:
+    """Return why drafts on a small KV cache cannot pay; empty where they can, and where the work is not known.
+
+    Args:
+        work, batch, context, budget: as in ``most_gain``.
+    """
+    if work is None or (gain := most_gain(work, batch, context, budget)) >= LEAST_GAIN:
+        return ""
+    return (
+        f"contexts have at most {context:.0f} tokens, a mean over the prompts: a draft that reads keys and values of "
+        f"{budget} tokens could make decoding at most {gain:.2f} times as fast"
+    )
 
 
 class TooSlow(ValueError):

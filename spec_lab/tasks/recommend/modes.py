@@ -138,6 +138,9 @@ def _family(proposer: str, **options: Any) -> ModeFamily:
 LOOKED_UP = {"suffix": {"proposer": "suffix", "depth": 8}, "heads": {"proposer": "recycling", "tree": "4x2x1"}}
 """The parts of the union that needs no files: text looked up, and the likeliest tokens of computed rows."""
 
+SMALL_CACHE = _family("sparse_kv", budget=256, depth=4)
+"""The target on a small KV cache, tried where the prompts are long enough (``limits.why_no_small_cache``)."""
+
 WITHOUT_FILES = (
     _family("ngram", depth=16),
     _family("suffix", depth=16),
@@ -149,6 +152,7 @@ WITHOUT_FILES = (
     _family("pld_plus", depth=16),
     _family("skip", depth=4),
     _family("jacobi", depth=8),
+    SMALL_CACHE,
 )
 """Families that need no files, those first that cost least to record and are most often the fastest."""
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import MIN_CLUSTERS
 from spec_lab.core.files import read_json, write_json
@@ -70,6 +71,8 @@ class Stages:
         recorder: writes rows.
         limit: of the time.
         bar: shows the seconds.
+        refused: why modes are not tried, by name; further ones are added.
+        long_contexts: whether the contexts of the prompts add much to a step, which is judged with what they add.
     """
 
     lab: Lab
@@ -87,6 +90,7 @@ class Stages:
     too_slow: str = ""
     took: dict[str, float] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    long_contexts: bool = False
 
     def __post_init__(self) -> None:
         there = read_json(self.settings.output_dir / FILE) or {}
@@ -118,6 +122,23 @@ class Stages:
     def table(self) -> DraftCosts:
         """The measured seconds of a step, by batch size and nodes, at one context."""
         return DraftCosts({CONTEXT: self.costs})
+
+    def at_prompts(self, forwards: pd.DataFrame) -> DraftCosts:
+        """Return the table at the contexts of the prompts, where these are long.
+
+        A step reads more keys and values there than where it was timed, for each sequence as many whatever it drafts.
+
+        Args:
+            forwards: rows of the baseline on the prompts.
+        """
+        decode = forwards[~forwards["prefill"] & (forwards["live"] == self.batch)]
+        if not self.long_contexts or decode.empty:
+            return self.table
+        more = max(0.0, float(decode["whole"].median()) - self.costs[self.batch][0]) / self.batch
+        return DraftCosts({CONTEXT: {
+            batch: {nodes: seconds + batch * more for nodes, seconds in of_batch.items()}
+            for batch, of_batch in self.costs.items()
+        }})  # fmt: skip
 
     @property
     def first(self) -> int:
@@ -240,7 +261,9 @@ class Stages:
         frame, tables = load_replay(self.settings.output_dir), load(self.settings.output_dir)
         recorded = tables.forwards["group"] < self.first
         forwards, steps = tables.forwards[recorded], tables.steps[tables.steps["group"] < self.first]
-        idle = DraftingSeconds.of(forwards[forwards["arm"] == BASELINE], steps[steps["arm"] == BASELINE], 0.0).step
+        plain = forwards[forwards["arm"] == BASELINE]
+        idle = DraftingSeconds.of(plain, steps[steps["arm"] == BASELINE], 0.0).step
+        table = self.at_prompts(plain)
         judged: list[JudgedMode] = []
         for number, family in enumerate(self.families):
             name = family.mode.name
@@ -251,7 +274,7 @@ class Stages:
             drafting = DraftingSeconds.of(forwards[forwards["arm"] == name], steps[steps["arm"] == name], idle)
             try:
                 trees = of_rows(rows, name)
-                judged += judge(trees, number, family, self.lab.verifier, self.table, drafting, self.batch)
+                judged += judge(trees, number, family, self.lab.verifier, table, drafting, self.batch)
             except ValueError as error:
                 self.refused[name] = str(error)
         return judged

@@ -22,8 +22,8 @@ from spec_lab.tasks.groups import BASELINE
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.recommend.confirm import Confirmed
-from spec_lab.tasks.recommend.limits import TimeLimit
-from spec_lab.tasks.recommend.modes import WITHOUT_FILES, SpeculativeMode, families_of
+from spec_lab.tasks.recommend.limits import TimeLimit, why_no_small_cache
+from spec_lab.tasks.recommend.modes import SMALL_CACHE, WITHOUT_FILES, SpeculativeMode, families_of
 from spec_lab.tasks.recommend.stages import Stages
 from spec_lab.tasks.recommend.summary import check_projection, summarise
 from spec_lab.tasks.shell import Done, Task
@@ -75,7 +75,10 @@ def recommend(
     order = np.random.default_rng(settings.seed).permutation(len(turns) // size)
     groups = [list(range(number * size, (number + 1) * size)) for number in order.tolist()]
     lab.check_later_turns(settings)
-    memory = check_memory(lab, settings, lab.longest_prompts(settings, turns))
+    lengths = lab.longest_prompts(settings, turns)
+    memory = check_memory(lab, settings, lengths)
+    context = float(np.mean(lengths)) + settings.max_new_tokens
+    too_short = why_no_small_cache(lab.target.lm.work, size, context, SMALL_CACHE.mode.options["budget"])
     columns = [*TURN_COLUMNS * (lab.chat_facts() is not None), "policy", *TIMING_COLUMNS]
     columns += [*CHECK_COLUMNS * any(prompt.checker for prompt in lab.prompts)]
     recorder = Recorder(settings.output_dir, columns, "replay")
@@ -83,7 +86,9 @@ def recommend(
     def work(facts: Mapping[str, Any]) -> Done:
         limit = TimeLimit(minutes * 60)
         with Progress(total=round(limit.seconds), desc=settings.name, unit="second", clock=True) as bar:
-            stages = Stages(lab, settings, families, build, groups, recorder, limit, bar)
+            refused = {SMALL_CACHE.mode.name: too_short} if too_short else {}
+            long = lab.target.lm.work is not None and not too_short
+            stages = Stages(lab, settings, families, build, groups, recorder, limit, bar, refused, long_contexts=long)
             stages.measure_costs()
             stages.record()
             bar.set_postfix_str("judging")

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from spec_lab.core.draft import Draft
 from spec_lab.core.files import write_json
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.progress import Progress
+from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.core.shape import chain, forest
 from spec_lab.decode.proposer import Proposer
 from spec_lab.policy.costs import DraftCosts
@@ -28,7 +30,7 @@ from spec_lab.tasks.cost.timing import Fixed
 from spec_lab.tasks.recommend import recommend
 from spec_lab.tasks.recommend.confirm import Confirmed
 from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
-from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs
+from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs, most_gain, why_no_small_cache
 from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
 from spec_lab.tasks.recommend.stages import FILE, Stages
 from spec_lab.tasks.recommend.summary import changes, conclusion
@@ -122,6 +124,36 @@ def test_drafting_and_rows_beside_the_draft_are_paid_for():
     free, paid = (judge(trees, 0, family, Token(), costs, drafting, 1)[0]
                   for drafting in (DraftingSeconds(0, 0, 6), DraftingSeconds(0.5, 2.0, 6)))  # fmt: skip
     assert 1 / paid.speedup[1] - 1 / free.speedup[1] == pytest.approx((0.5 + 2 * 0.1) / free.tau)
+
+
+def test_shallower_drafts_of_the_target_s_layers_take_fewer_forwards():
+    family = ModeFamily(SpeculativeMode("sparse_kv", {"depth": 6}), ["depth"])
+    judged = judge(recorded(planted()), 0, family, Token(), DraftCosts({200: {1: {0: 1.0, 6: 1.0}}}),
+                   DraftingSeconds(0.6, 0.0, 6.0), 1)  # fmt: skip
+    by_depth = {mode.mode.options["depth"]: mode for mode in judged if mode.mode.policy == "none"}
+    assert {1, 6} <= by_depth.keys()
+    for depth, mode in by_depth.items():
+        assert mode.speedup[1] == pytest.approx(mode.tau / (1 + 0.1 * depth))
+
+
+def test_a_small_cache_is_tried_where_reading_the_context_takes_a_share_of_a_step():
+    work = ForwardWork(weight_bytes=1000, row_flops=1000, logits_flops=0, attention=(AttentionWork(1, 1),) * 2)
+    assert most_gain(work, 1, 1256, 256) == pytest.approx((1000 + 2 * 1256) / (1000 + 2 * 256))
+    assert most_gain(work, 8, 1256, 256) == pytest.approx((1000 + 16 * 1256) / (1000 + 16 * 256))
+    assert most_gain(work, 1, 200, 256) == 1.0 and most_gain(replace(work, row_flops=1), 1, 1256, 256) > 4
+    assert why_no_small_cache(work, 1, 1256, 256) == why_no_small_cache(None, 1, 1, 256) == ""
+    assert "at most 1.06 times as fast" in why_no_small_cache(work, 1, 300, 256)
+
+
+def test_long_contexts_add_what_the_baseline_s_steps_take_more():
+    costs = {1: {0: 0.01, 8: 0.02}, 2: {0: 0.01, 8: 0.03}}
+    made = SimpleNamespace(long_contexts=True, batch=1, costs=costs, table=DraftCosts({200: costs}))
+    forwards = pd.DataFrame({"prefill": [True, False, False, False], "live": [1, 1, 1, 2],
+                             "whole": [9.0, 0.05, 0.05, 0.5]})  # fmt: skip
+    table = Stages.at_prompts(made, forwards)
+    assert [table.of(nodes, batch) for batch in (1, 2) for nodes in (0, 8)] == pytest.approx([0.05, 0.06, 0.09, 0.11])
+    made.long_contexts = False
+    assert Stages.at_prompts(made, forwards) is made.table
 
 
 def test_of_equal_modes_the_smallest_is_taken_and_policies_only_on_request():
