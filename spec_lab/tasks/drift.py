@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,33 @@ class RequestStream:
             "workload": self.workloads[request],
             "drifted": self.change is not None and request >= self.change,
         }
+
+
+def change_at(seconds: float, times: Sequence[float], drift: Sequence[Prompt] | None, drift_at: int | None) -> int:
+    """Return the number of the first request that arrives at a time or later.
+
+    Args:
+        seconds: the time, in seconds of the stream.
+        times: of the arrivals of all requests, ascending.
+        drift, drift_at: of ``serve``.
+
+    Raises:
+        WrongOption: no prompts after the change; a request is given as well; no request arrives before the time, or
+            none after it.
+    """
+    if drift is None:
+        raise WrongOption("drift_at_seconds requires prompts after the change: add +prompts@task.drift=NAME")
+    if drift_at is not None:
+        raise WrongOption(
+            f"drift_at_seconds={seconds:g} and drift_at={drift_at} both say where the stream changes: set one of them "
+            "to null"
+        )
+    if not times[0] < seconds <= times[-1]:
+        raise WrongOption(
+            f"drift_at_seconds must be after the first arrival, at {times[0]:g} s, and not after the last one, at "
+            f"{times[-1]:g} s (got {seconds:g}); with arrivals=all every request arrives at 0: set poisson or file"
+        )
+    return bisect_left(times, seconds)
 
 
 def add_counts(rows: Mapping[int, dict[str, Any]], infos: Sequence[StepInfo]) -> None:

@@ -38,7 +38,7 @@ from spec_lab.results.schema import OPTIONAL, REQUESTS
 from spec_lab.results.table_parts import Rows, TableParts
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
-from spec_lab.tasks.drift import COUNTS, WORKLOAD, RequestStream, add_counts
+from spec_lab.tasks.drift import COUNTS, WORKLOAD, RequestStream, add_counts, change_at
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.memory_check import check_memory
 from spec_lab.tasks.shell import Done, Task
@@ -102,6 +102,7 @@ def serve(
     console: Console | None = None,
     drift: Sequence[Prompt] | None = None,
     drift_at: Count | None = None,
+    drift_at_seconds: Annotated[float, Number(0, above=True)] | None = None,
     drift_window: Count = 8,
     *,
     arrivals: Literal["all", "poisson", "file"] = "all",
@@ -128,6 +129,8 @@ def serve(
         drift: prompts of another workload, to which the stream changes: +prompts@task.drift=NAME; None: no change.
         drift_at: the request, from 0, with which they begin; None: after each prompt once, or with requests in the
             middle.
+        drift_at_seconds: the arrival time, in seconds, from which on they are served, in place of drift_at; not with
+            arrivals=all; None: see drift_at.
         drift_window: requests of a window, of which tau and acceptance are computed before and after the change.
         segment: requests of a segment, the unit of pairing.
         max_prefill_tokens: prompt tokens computed in one step; None: no limit.
@@ -147,9 +150,11 @@ def serve(
     if lab.peers:
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
-    stream = RequestStream.of(lab, settings, requests, drift, drift_at)
+    count = len(lab.prompts) + len(drift or ()) if requests is None else requests
+    times = arrival_times(arrivals, count, rate, trace, settings.seed)
+    change = drift_at if drift_at_seconds is None else change_at(drift_at_seconds, times, drift, drift_at)
+    stream = RequestStream.of(lab, settings, requests, drift, change)
     needed = check_memory(lab, settings, [len(request.tokens) for request in stream.requests])
-    times = arrival_times(arrivals, len(stream.requests), rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     for arm in arms.values():

@@ -21,7 +21,7 @@ from spec_lab.decode.engine import Engine, Limits, fixed_group
 from spec_lab.decode.prefix_cache import PrefixCache
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
-from spec_lab.tasks.drift import COUNTS, RequestStream
+from spec_lab.tasks.drift import COUNTS, RequestStream, change_at
 from spec_lab.tasks.lab import Loop
 from spec_lab.tasks.serve import LATER, ROOFLINE, SERVED, serve, serve_segment
 from spec_lab.text.prompts import Prompt
@@ -441,6 +441,31 @@ def test_the_prompts_of_a_stream_change_with_a_request(tmp_path, count, at, numb
 def test_a_change_that_the_stream_does_not_have_is_refused(tmp_path, count, drift, at, option):
     with pytest.raises(ValueError, match=option):
         RequestStream.of(lab(), settings(tmp_path), count, drift, at)
+
+
+@pytest.mark.parametrize(("seconds", "change"), [(0.5, 1), (1.0, 1), (2.5, 4), (3.0, 4)])
+def test_a_change_at_a_time_begins_with_the_first_request_that_arrives_then(seconds, change):
+    times = [0.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert change_at(seconds, times, OTHERS, None) == change
+    assert all(time < seconds for time in times[:change]) and times[change] >= seconds
+
+
+def test_a_trace_changes_its_workload_at_a_time(tmp_path):
+    trace = tmp_path / "trace"
+    trace.write_text("0\n0.001\n0.002\n0.003\n0.004\n0.005\n0.006\n")
+    options = {"arrivals": "file", "trace": str(trace), "drift": OTHERS, "drift_window": 2}
+    assert run(tmp_path / "out", **options, drift_at_seconds=0.0025) == 0
+    rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
+    assert (rows["drifted"] == (rows["request"] >= 3)).all() and set(rows.loc[rows["drifted"], "workload"]) == {"verse"}
+    for wrong, message in [
+        ({"drift_at_seconds": 0.5}, "not after the last one, at 0.006 s"),
+        ({"drift_at_seconds": 0.0025, "arrivals": "all"}, "set poisson or file"),
+        ({"drift_at_seconds": 0.0025, "drift_at": 2}, "set one of them to null"),
+        ({"drift_at_seconds": 0.0025, "drift": None}, r"prompts@task\.drift"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "wrong", **(options | wrong))
+    assert not (tmp_path / "wrong").exists()
 
 
 class Forgetting(Repeat):
