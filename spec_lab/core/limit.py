@@ -17,15 +17,18 @@ class Limit:
         depth: the deepest level; 0 drafts nothing. None: as deep as the proposer drafts.
         threshold: of the rule that stops drafts (``StopRule``), where the policy has one.
         part: name of the part that drafts, of a proposer that chooses one of several. Empty: it chooses itself.
+        rows: of a policy that chooses which drafted nodes are verified, for records: these, numbered within the tree.
+            None of other policies.
     """
 
     depth: int | None = None
     threshold: float = 0.0
     part: str = ""
+    rows: tuple[int, ...] | None = None
 
     def as_json(self) -> str:
         """As in the table of steps."""
-        return json.dumps(asdict(self))
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "rows" or value is not None})
 
     @staticmethod
     def parse(text: Any) -> Limit:
@@ -39,10 +42,18 @@ class Limit:
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a policy's decision: {str(text)[:100]!r}") from error
         depth, threshold = limit.depth, limit.threshold
-        fine = depth is None or (isinstance(depth, int) and not isinstance(depth, bool) and depth >= 0)
+        rows: Any = limit.rows
+        fine = (depth is None or _is_number(depth)) and (rows is None or isinstance(rows, list))
         if not fine or not isinstance(threshold, int | float) or not isinstance(limit.part, str):
             raise ValueError(f"not a policy's decision: {text[:100]!r}")
-        return replace(limit, threshold=float(threshold))
+        if rows is not None and not all(map(_is_number, rows)):
+            raise ValueError(f"not a policy's decision: {text[:100]!r}")
+        return replace(limit, threshold=float(threshold), rows=None if rows is None else tuple(rows))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a whole number of 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class StopRule(Protocol):

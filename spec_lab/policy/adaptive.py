@@ -203,8 +203,13 @@ class Adaptive(Hybrid):
         draft = self.proposer.propose(inner).cut_nodes(inner.room())
         with attributed("policy", self.policy):
             admitted = self.policy.admit(batch, [decided.state for decided in decisions], draft)
-        if admitted is not None and not admitted.all():
-            draft, _ = draft.keep(admitted)
+        if admitted is not None:
+            kept = [tree[1:][admitted[tree[1:]]] for tree in draft.shape.trees]
+            limits = [
+                replace(limit, rows=tuple(draft.shape.places[rows].tolist()))
+                for limit, rows in zip(limits, kept, strict=True)
+            ]
+            draft = draft if admitted.all() else draft.keep(admitted)[0]
         deepest = np.zeros(live, dtype=np.int64)
         np.maximum.at(deepest, draft.shape.root, draft.shape.depth)
         every = zip(batch.sequences, decisions, limits, deepest.tolist(), draft.acceptable_nodes.tolist(), strict=True)

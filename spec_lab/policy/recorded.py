@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from spec_lab.core.draft import Draft
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import Filled, WrongOption, brief, checked
 from spec_lab.core.request import Request
@@ -67,10 +70,11 @@ class RecordedPolicy(Policy):
         if "policy" not in rows or rows.empty or rows["policy"].isna().any():
             raise WrongOption(f"path={path} holds no decisions of an arm {brief(arm)}: name a run with a policy")
         policy = manifest["proposers"].get(arm, {}).get("policy")
-        if isinstance(policy, Mapping) and policy.get("name") == "batch_budget":
+        budget = isinstance(policy, Mapping) and policy.get("name") == "batch_budget"
+        if budget and any(Limit.parse(text).rows is None for text in rows.loc[rows["nodes"] > 0, "policy"]):
             raise WrongOption(
-                f"path={path} was run with policy=batch_budget, which verifies a part of each draft: these rows are no "
-                "limits that can be repeated; name a run with another policy"
+                f"path={path} was run with policy=batch_budget before the rows that it verifies were recorded: run it "
+                "again"
             )
         if (rows["parent_sequence"] >= 0).any():
             raise WrongOption(f"path={path} has forks, whose decisions cannot be repeated")
@@ -82,7 +86,8 @@ class RecordedPolicy(Policy):
             int(n): (str(name), int(length))
             for n, name, length in zip(asked["request"], asked["name"], asked["prompt_tokens"], strict=True)
         }
-        return RecordedPolicy(limits, prompts, rule, folder.name)
+        chooses = any(limit.rows is not None for each in limits.values() for limit in each)
+        return (RecordedRows if chooses else RecordedPolicy)(limits, prompts, rule, folder.name)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -131,3 +136,28 @@ class RecordedPolicy(Policy):
         """See ``Policy``. The first different decisions for the first request are repeated in turn."""
         different = tuple(dict.fromkeys(next(iter(self.limits.values()), (Limit(),))))
         return replace(self, limits={}, prompts={}, otherwise=toys.limits(different[: toys.DEPTH], self.stop))
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRows(RecordedPolicy):
+    """Replays the decisions of a policy that chooses which drafted rows are verified (``batch_budget``).
+
+    Whatever is repeated with them, with the run's seed or another one, outputs follow the target: whether a row was
+    admitted followed from earlier steps and from the random choices of rows admitted before it, of which the choice of
+    its own token is independent.
+    """
+
+    def admit(self, batch: Batch, states: Sequence[Any], draft: Draft) -> np.ndarray | None:
+        """Admit the rows that the run has verified. See ``Policy``."""
+        shape = draft.shape
+        if not shape.nodes:
+            return None
+        admitted = np.ones(shape.rows, dtype=bool)
+        for tree, limit in zip(shape.trees, self.decide(batch, states), strict=True):
+            if limit.rows is not None:
+                admitted[tree[1:]] = np.isin(shape.places[tree[1:]], limit.rows)
+        return admitted
+
+    def toy(self) -> RecordedRows:
+        """See ``Policy``. One node, none and all are verified in turn."""
+        return replace(self, limits={}, prompts={}, otherwise=(Limit(rows=(0,)), Limit(rows=()), Limit()))

@@ -168,7 +168,7 @@ OPTIONAL = {
             "rejection; forced: the only token that the constraint allowed",
         ),
         "emitted_p": (_REAL, "target probability of the token emitted after the accepted path; null if there is none"),
-        "policy": (_TEXT, "what a policy decided for this step, as JSON"),
+        "policy": (_TEXT, "what a policy decided for this step, as JSON (core.limit.Limit)"),
     },
     "requests": {
         "conversation": (_TEXT, "the id of the conversation that the request is a turn of"),

@@ -19,14 +19,15 @@ from spec_lab.policy.confidence import LevelModel, OnlineConfidence, margin
 from spec_lab.policy.costs import DraftCosts
 from spec_lab.policy.depths import FixedDepth
 from spec_lab.policy.policy import DraftOutcome
+from spec_lab.policy.recorded import RecordedRows
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.tasks.certify.certificate import prove
-from spec_lab.tasks.certify.instances import FEW, TOGETHER, Instance
+from spec_lab.tasks.certify.instances import FEW, QUICK, TOGETHER, Instance
 from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token
-from tests.propose.lab import decode, draft_model, emitted, requests
+from tests.propose.lab import WARM, decode, draft_model, emitted, requests
 from tests.tasks.certify.test_exact import draft_model as toy_model
 from tests.tasks.certify.test_exact import require_exact, string_model
 
@@ -183,6 +184,33 @@ def test_outputs_are_those_of_the_target_and_fewer_rows_are_verified(target, tru
     group, steps = decode(target, adapt(proposer, policy(start=(0.5, 0.2), confidence="margin")), requests())
     assert emitted(group) == truth
     assert sum(step.draft.shape.nodes for step in steps) < 0.9 * len(steps) * max(s.draft.shape.nodes for s in whole)
+
+
+def test_verified_rows_are_recorded_and_repeated(target):
+    def decoded(known):
+        group, steps = decode(target, adapt(draft_model("2x1", "without_replacement"), known), requests(WARM))
+        return emitted(group), steps, [row for step in steps for row in step.slim().rows()]
+
+    texts, steps, rows = decoded(policy(start=(0.5, 0.2), confidence="margin"))
+    limits = {n: [Limit.parse(row["policy"]) for row in rows if row["request"] == n] for n in range(3)}
+    assert any(limit.rows is not None and 0 < len(limit.rows) < 4 for each in limits.values() for limit in each)
+    again, repeated, rows_again = decoded(RecordedRows(limits))
+    assert again == texts and [row["policy"] for row in rows_again] == [row["policy"] for row in rows]
+    for first, second in zip(steps, repeated, strict=True):
+        assert second.draft.shape.parent.tolist() == first.draft.shape.parent.tolist()
+        assert second.draft.token.tolist() == first.draft.token.tolist()
+
+
+def test_rows_are_read_as_they_are_written():
+    assert Limit.parse(Limit(2, rows=(0, 2)).as_json()) == Limit(2, rows=(0, 2)) and "rows" not in Limit(2).as_json()
+    for wrong in ('{"rows": [-1]}', '{"rows": 1}', '{"rows": [null]}'):
+        with pytest.raises(ValueError, match="not a policy's decision"):
+            Limit.parse(wrong)
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
+def test_rows_that_are_repeated_are_exact(drawn):
+    require_exact(prove(adapt(toy_model("2x1", drawn), RecordedRows({})), Token(), (QUICK[2], QUICK[-1])))
 
 
 def test_proposers_without_confidences_are_refused():
