@@ -3,6 +3,10 @@
 Sources: MagicDec (2408.11049) with the caches of StreamingLLM (2309.17453) and SnapKV (2404.14469); TriForce
 (2404.11912). The draft runs all of the target's layers, so that at short texts it costs as much as the target. At long
 texts, and in large batches, a forward of the target mostly reads keys and values, of which the draft reads few.
+
+Or all positions in few bits, as in QuantSpec (2502.10424), whose two caches share the upper 4 bits, while here the
+draft has a copy of its own. It is dequantised by torch in every forward of the draft, which takes more time than it
+saves: acceptance and memory are those of a kernel that would read it as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.trees import Choices
+from spec_lab.runners.causal_lm import why_no_kv_dtype
 from spec_lab.runners.runner import DraftRunner
 from spec_lab.runners.sparse_kv import OF_METHOD, Method, Selection, SparseLM
 
@@ -29,11 +34,12 @@ class SelectionOptions(TypedDict, total=False):
 
     Args:
         selection: streaming_llm: the first sinks and the last budget - sinks positions; snapkv: positions of the
-            prompt that its end attends to, and all after it.
-        budget: positions in the small cache; of snapkv, those of the prompt.
+            prompt that its end attends to, and all after it; int8, int4: all positions, in 8 or 4 bits a number.
+        budget: positions in the small cache; of snapkv, those of the prompt; not of int8 and int4.
         sinks: of streaming_llm: first positions that are kept; None: 4.
         window: of snapkv: last tokens of the prompt, whose attention ranks the others for each head; None: 32.
         kernel: of snapkv: positions over which ranks are averaged, an odd number; None: 5.
+        group: of int8 and int4: most neighbouring numbers of a head that share a scale; None: 32.
     """
 
     selection: Method
@@ -41,6 +47,7 @@ class SelectionOptions(TypedDict, total=False):
     sinks: Count | None
     window: Count | None
     kernel: Count | None
+    group: Count | None
 
 
 class SparseTreeOptions(SelectionOptions, TreeOptions, total=False):
@@ -61,14 +68,15 @@ def sparse_lm(target: Target, proposer: str, **options: Unpack[SelectionOptions]
     method = options.get("selection", "streaming_llm")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given.pop("selection", None)
-    for other, names in OF_METHOD.items():
-        if unread := [name for name in names if name in given and other != method]:
+    for name, value in given.items():
+        readers = [other for other, names in OF_METHOD.items() if name in names]
+        if readers and method not in readers:
             raise WrongOption(
-                f"{unread[0]} is read with selection={other} only, not with {method} (got {given[unread[0]]}): leave "
-                f"it null, or set selection={other}"
+                f"{name} is read with selection={' or '.join(readers)} only, not with {method} (got {value}): leave it "
+                f"null, or set selection={readers[0]}"
             )
     selection = Selection(method, **given)
-    if not 0 < selection.fixed < selection.budget:
+    if not selection.bits and not 0 < selection.fixed < selection.budget:
         option = OF_METHOD[method][0]
         raise WrongOption(
             f"{option} must be less than proposer.budget={selection.budget}, of which it is a part (got "
@@ -81,6 +89,8 @@ def sparse_lm(target: Target, proposer: str, **options: Unpack[SelectionOptions]
             f"proposer '{proposer}' copies cells of the target's KV cache, which target '{target.name}' does not "
             f"allow: {why}"
         )
+    if selection.bits and (why := why_no_kv_dtype(target.lm.hf_model)):
+        raise Unsupported(f"selection={method} does not support {why}, which keys hold: set selection=streaming_llm")
     return target.lm.sparse(selection)
 
 

@@ -253,7 +253,7 @@ class Pack(CellCache):
         here = self.on(key.device)
         self.cells.write(layer_idx, key, value, here.targets)
         kind = self.kinds.get(layer_idx, FULL)
-        layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind])
+        layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind], self.cells.decode)
         return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
@@ -273,6 +273,7 @@ class Layer(NamedTuple):
     values: list[Tensor]
     kind: AttentionKind
     segments: list[Segment]
+    decode: Callable[[Tensor, torch.dtype], Tensor]  # what is stored in another data type than that of the rows
 
     def attend(self, query: Tensor, softmax: Softmax) -> Tensor:
         """Each sequence's rows over its own cells: ``[1, heads, N, dim] -> [1, N, heads, dim]``.
@@ -286,7 +287,7 @@ class Layer(NamedTuple):
             keys = self.keys[stream].narrow(2, first, end - first)
             values = self.values[stream].narrow(2, first, end - first)
             if keys.dtype != query.dtype:
-                keys, values = keys.to(query.dtype), values.to(query.dtype)
+                keys, values = self.decode(keys, query.dtype), self.decode(values, query.dtype)
             q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
             if not softmax.plain:
                 outputs.append(softmax.attend(q, keys, values, causal_mask(q) if causal else mask).transpose(1, 2))

@@ -97,7 +97,7 @@ class CausalLM(DraftRunner):
         self.dtype, self.device, self.layers = model.dtype, model.device, int(config.num_hidden_layers)
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self.clock, self.call = Clock(self.device), ModelCall(model)
-        self.cells = Cells(layers_without_cells(config), uniform=fixed or dense, dtype=self.kv_dtype)
+        self.cells = self._store(layers_without_cells(config), fixed or dense)
         shares = bool(getattr(config, "num_kv_shared_layers", 0))
         self._packer = (DensePacker if dense else Packer)(
             self.cells, layer_kinds(config), self.layers, self.device, self.dtype, chunk, split, counting_layers(model),
@@ -107,6 +107,10 @@ class CausalLM(DraftRunner):
         self.graphs = Graphs(self._packer, capture, self.clock)
         self.recurrence = Recurrence(model, self._packer, inference(self.run)) if recurrent else None
         self._asked: tuple[int, ...] = ()
+
+    def _store(self, unused: frozenset[int], uniform: bool) -> Cells:
+        """Return the empty store of keys and values. Arguments as in ``Cells``."""
+        return Cells(unused, uniform, self.kv_dtype)
 
     @staticmethod
     def _use_attention(model: Any, dense: bool) -> None:

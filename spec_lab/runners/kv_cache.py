@@ -330,7 +330,7 @@ class Cells:
         for layer, stores in enumerate(source.store.views):
             old_stores = [store[source.stream] for store in stores]
             if layer == len(self.views):
-                self.allocate(layer, *old_stores)
+                self.allocate(layer, *(self.encode(old[:, :, :0]) for old in old_stores))
             for store, old in zip(self.views[layer], old_stores, strict=True):
                 if old.device not in indices:
                     first = as_index(slots, old.device) if isinstance(slots, np.ndarray) else None
@@ -339,7 +339,7 @@ class Cells:
                 every: Any = slice(None)
                 if index is None:
                     every, index = torch.arange(old.shape[1], device=old.device)[:, None], slots[layer]
-                store[sequence.stream][:, :, to] = old[:, every, index]
+                store[sequence.stream][:, :, to] = self.encode(old[:, every, index])
         self.keep(sequence, taken.tolist())
 
     def close(self, sequence: CellSequence) -> None:
@@ -369,17 +369,24 @@ class Cells:
 
     # Contents ------------------------------------------------------------------------------------------------------
 
+    def encode(self, states: Tensor) -> Tensor:
+        """Return keys or values ``[.., dim]`` as they are stored."""
+        return states if self.dtype is None else stored(states, self.dtype)
+
+    def decode(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return stored keys or values in the data type of a forward."""
+        return states.to(dtype)
+
     def write(self, layer: int, key: Tensor, value: Tensor, rows: list[tuple[int, int, int, slice | Tensor]]) -> None:
         """Write a packed layer's new keys and values ``[1, heads, N, dim]`` into their cells.
 
         Args:
             rows: for each sequence of the forward (stream, first row, last row + 1, cells).
         """
+        key, value = self.encode(key), self.encode(value)
         if len(self.views) <= layer:
             self.allocate(layer, key, value)
         keys, values = self.views[layer]
-        if self.dtype is not None:
-            key, value = stored(key, self.dtype), stored(value, self.dtype)
         for stream, start, stop, cells in rows:
             if len(rows) > 1:
                 new_keys, new_values = key[:, :, start:stop], value[:, :, start:stop]

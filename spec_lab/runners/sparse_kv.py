@@ -1,8 +1,8 @@
 """A model on a small KV cache of its own, which holds copies of some positions of a sequence's whole one.
 
 Two selections of positions: the first and the last ones (StreamingLLM, 2309.17453), or for each head those to which the
-end of the prompt attends most (SnapKV, 2404.14469). As drafts of the model itself: MagicDec (2408.11049) and TriForce
-(2404.11912).
+end of the prompt attends most (SnapKV, 2404.14469). Or all positions, in 8 or 4 bits a number (QuantSpec, 2502.10424;
+``quantized_kv``). As drafts of the model itself: MagicDec (2408.11049), TriForce (2404.11912) and QuantSpec.
 
 Keys and values are copied as the whole cache has them, at their own positions. What the small cache computes itself
 (the root of a draft and its nodes) is removed when the sequence goes on: verification has computed these tokens with
@@ -24,14 +24,22 @@ from spec_lab.core.inference import inference
 from spec_lab.core.upload import upload
 from spec_lab.runners.attention import AttentionKind, Layer, Pack
 from spec_lab.runners.causal_lm import CausalLM
-from spec_lab.runners.kv_cache import CellSequence
+from spec_lab.runners.kv_cache import Cells, CellSequence
+from spec_lab.runners.memory_need import ModelMemory
+from spec_lab.runners.quantized_kv import QuantizedCells, row_bytes
 from spec_lab.runners.softmax import Softmax, causal_mask
 
-Method = Literal["streaming_llm", "snapkv"]
+Method = Literal["streaming_llm", "snapkv", "int8", "int4"]
 
+BITS: Mapping[Method, int] = {"int8": 8, "int4": 4}
+"""Bits of a number, of methods that keep all positions."""
 
-OF_METHOD: Mapping[Method, tuple[str, ...]] = {"streaming_llm": ("sinks",), "snapkv": ("window", "kernel")}
-"""Fields of ``Selection`` that one method alone reads."""
+OF_METHOD: Mapping[Method, tuple[str, ...]] = {
+    "streaming_llm": ("sinks",),
+    "snapkv": ("window", "kernel"),
+    **dict.fromkeys(BITS, ("group",)),
+}
+"""Fields of ``Selection`` that only these methods read."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,12 @@ class Selection:
     Args:
         method: "streaming_llm": the first ``sinks`` and the last ``budget`` - ``sinks`` positions of the text.
             "snapkv": of the prompt, the last ``window`` positions, and for each head the ``budget`` - ``window``
-            earlier ones with the largest scores; and all positions after the prompt.
+            earlier ones with the largest scores; and all positions after the prompt. "int8", "int4": all positions,
+            in 8 and 4 bits a number.
         budget: B, positions of a text, or of a prompt.
         sinks, window: see ``method``.
         kernel: odd; a score is the mean of so many neighbours' (of "snapkv").
+        group: most neighbouring numbers of a head that share a scale (of "int8" and "int4").
     """
 
     method: Method = "streaming_llm"
@@ -52,12 +62,18 @@ class Selection:
     sinks: int = 4
     window: int = 32
     kernel: int = 5
+    group: int = 32
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number; 0 where keys and values are copied as they are."""
+        return BITS.get(self.method, 0)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The options that its method has, for records."""
         read = {name: getattr(self, name) for name in OF_METHOD[self.method]}
-        return {"selection": self.method, "budget": self.budget} | read
+        return {"selection": self.method, **({} if self.bits else {"budget": self.budget}), **read}
 
     @property
     def few(self) -> Selection:
@@ -67,6 +83,8 @@ class Selection:
     @property
     def fixed(self) -> int:
         """Cells before those of the last positions."""
+        if self.bits:
+            return 0
         return self.sinks if self.method == "streaming_llm" else self.budget - self.window
 
     @property
@@ -76,6 +94,8 @@ class Selection:
 
     def cells(self, prompt: int, length: int) -> int:
         """Return how many cells a small cache of ``length`` positions has, of which ``prompt`` are the prompt's."""
+        if self.bits:
+            return length
         bounded = length if self.method == "streaming_llm" else min(length, prompt)
         return min(bounded, self.budget) + length - bounded
 
@@ -88,8 +108,22 @@ class SparseLM(CausalLM):
     """
 
     def __init__(self, whole: CausalLM, selection: Selection) -> None:
-        super().__init__(whole.model, *whole.model_settings._replace(fixed=False))
         self.whole, self.selection = whole, selection
+        super().__init__(whole.model, *whole.model_settings._replace(fixed=False))
+
+    def _store(self, unused: frozenset[int], uniform: bool) -> Cells:
+        bits, group = self.selection.bits, self.selection.group
+        return QuantizedCells(bits, group) if bits else super()._store(unused, uniform)
+
+    @property
+    def memory(self) -> ModelMemory | None:
+        """See ``runner.Runner``."""
+        whole, config = super().memory, self.model.config
+        if whole is None or not self.selection.bits:
+            return whole
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        in_row = row_bytes(dim, self.selection.bits, self.selection.group)
+        return replace(whole, cell=whole.cell * in_row // dim, kv_itemsize=1)
 
     def follow(self, kv: CellSequence, source: CellSequence, prompt: Sequence[int]) -> None:
         """Bring a small cache in line with a sequence's whole one. The prompt is computed.

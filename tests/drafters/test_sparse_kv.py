@@ -1,5 +1,6 @@
 """The target on a small KV cache: its stated distributions, its cells after any history, its work, and refusals."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.runners.causal_lm import CausalLM
+from spec_lab.runners.quantized_kv import dequantized, quantized, row_bytes
 from spec_lab.runners.sparse_kv import Selection
 from spec_lab.verify import Token
 from tests.propose.lab import (
@@ -158,6 +160,74 @@ def test_a_batch_decodes_as_its_requests_alone(target, method, sampling):
     assert together == [emitted(group)[0] for group in alone]
 
 
+# In few bits -------------------------------------------------------------------------------------------------------
+
+INT8, INT4 = Selection("int8", group=4), Selection("int4", group=8)
+
+
+class RoundedCache(DynamicCache):
+    """Keys and values of every row as a quantised cache returns them."""
+
+    def __init__(self, selection):
+        super().__init__()
+        self.selection = selection
+
+    def update(self, key_states, value_states, *given, **options):
+        bits, group = self.selection.bits, self.selection.group
+        rounded = [
+            dequantized(quantized(states, bits, group), states.shape[-1], bits, group).to(states.dtype)
+            for states in (key_states, value_states)
+        ]
+        return super().update(*rounded, *given, **options)
+
+
+@pytest.mark.parametrize("selection", [INT8, INT4], ids=str)
+def test_stated_distributions_are_those_of_a_forward_on_rounded_keys_and_values(target, plain, selection):
+    def logits(text, path):
+        kept = RoundedCache(selection)
+        for number, layer in enumerate(plain(text[:-1]).past_key_values.layers):
+            kept.update(layer.keys, layer.values, number)
+        positions = torch.arange(len(text) - 1, len(text) + len(path))[None]
+        return plain([text[-1], *path], position_ids=positions, cache=kept).logits[0, -1]
+
+    proposer = sparse_kv(target, selection, "sampled tree")
+    compared, _ = compare_stated(target, proposer, requests(WARM, 9), logits, atol=1e-10)
+    text = [*PROMPTS[2], 7]
+    assert compared > 10 and (logits(text, []) - plain(text).logits[0, -1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("selection", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("plan", ["chain", "tree"])
+def test_drafts_in_few_bits_emit_the_target_s_tokens_and_free_their_cells(target, truth, selection, plan):
+    proposer = sparse_kv(target, selection, plan)
+    group, steps = decode(target, proposer, requests())
+    assert emitted(group) == truth and sum(step.draft.shape.nodes for step in steps) > 0
+    assert not target.lm.cells.references.any() and not proposer.lm.cells.references.any()
+    store = proposer.lm.cells.views[0][0][0]
+    assert store.dtype == torch.uint8 and store.shape[-1] == row_bytes(8, selection.bits, selection.group)
+    assert proposer.facts["selection"] == selection.method and "budget" not in proposer.facts
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("dim", "group"), [(8, 4), (12, 8), (5, 32), (1, 32)])
+def test_numbers_are_rounded_to_the_nearest_level_of_their_group(bits, dim, group):
+    x = torch.randn(3, 2, dim, generator=torch.Generator().manual_seed(dim)).double()
+    x[0, 0] = 0.75
+    rows = quantized(x, bits, group)
+    assert rows.dtype == torch.uint8 and rows.shape == (3, 2, row_bytes(dim, bits, group))
+    rounded = dequantized(rows, dim, bits, group).double()
+    groups = x.unflatten(-1, (-1, math.gcd(dim, group)))
+    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    error = (rounded - x).abs().unflatten(-1, (-1, math.gcd(dim, group))).amax(-1)
+    assert (error <= step / 2 + 1e-5).all() and torch.equal(rounded[0, 0], x[0, 0])
+    assert not dequantized(torch.zeros_like(rows), dim, bits, group).any(), "a free cell holds zeros"
+
+
+def test_a_quantised_cache_takes_a_share_of_the_memory(target):
+    whole, small = target.lm.memory, target.lm.sparse(Selection("int4", group=8)).memory
+    assert small.kv_bytes([256]) == whole.kv_bytes([256]) * row_bytes(8, 4, 8) // (8 * whole.kv_itemsize)
+
+
 # Cells -------------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +334,7 @@ def test_triforce_refuses_an_inner_proposer_that_reads_hidden_states_of_all_posi
     (dict(selection="snapkv", kernel=4), "kernel must be odd"),
     (dict(selection="snapkv", sinks=4), "sinks is read with selection=streaming_llm only, not with snapkv"),
     (dict(window=32), "window is read with selection=snapkv only"), (dict(kernel=4), "kernel is read with"),
+    (dict(group=8), "group is read with selection=int8 or int4 only"), (dict(selection="int4", sinks=4), "sinks is"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(target, options, why):
     with pytest.raises(ValueError, match=why):

@@ -263,6 +263,7 @@ PROPOSERS = {
     "searched sublayers": searched("2x1", "without_replacement"),
     "small cache, chain": sparse_kv(),
     "small cache of the prompt, tree without": sparse_kv("2x1", "without_replacement", "snapkv"),
+    "cache in 4 bits, chain": sparse_kv(method="int4"),
     "TriForce from an n-gram": triforce(Ngram(3, 3, 1)),
     "TriForce from a chain": triforce(draft_model("1x1", "iid")),
     "union of two early exits": union(early_exit("1x1", "deterministic"), early_exit("2", "without_replacement")),
