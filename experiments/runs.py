@@ -100,6 +100,5 @@ def trained(folder: Path) -> dict[str, Any]:
 
 
 def write_training(out: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write what each drafter learned from beside the runs."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write what each drafter learned from into the folder of its sweep, which must be empty when that begins."""
     (out / TRAINING).write_text(json.dumps(facts, indent=1) + "\n")

@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: runs.trained(folder) | estimated(folder, chosen.text, chosen.limit, chosen.new)
         for name, folder in folders.items()
     }
-    runs.write_training(chosen.out, facts)
     arms = {name: runs.chain("eagle", folder, acceptance.POSITIONS) for name, folder in folders.items()}
     runs.sweep(chosen, chosen.out, arms, f"prompts={chosen.text}", "sampling=greedy,temperature_1")
+    runs.write_training(chosen.out, facts)
 
 
 if __name__ == "__main__":

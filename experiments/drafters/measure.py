@@ -31,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=4, help="tokens of a chain (4)")
     chosen = parser.parse_args(arguments)
     folders = {name: chosen.drafters.absolute() / name for name in DRAFTERS if (chosen.drafters / name).is_dir()}
-    runs.write_training(chosen.out, {name: runs.trained(folder) for name, folder in folders.items()})
+    facts = {name: runs.trained(folder) for name, folder in folders.items()}
     arms = {name: runs.chain(DRAFTERS[name], folder, chosen.depth) for name, folder in folders.items()}
     runs.sweep(chosen, chosen.out, arms, f"prompts={','.join(chosen.texts)}", "sampling=greedy,temperature_1")
+    runs.write_training(chosen.out, facts)
 
 
 if __name__ == "__main__":
