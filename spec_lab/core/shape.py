@@ -113,6 +113,39 @@ class Shape:
         for name, values in (("depth", depth), ("rank", rank), ("count", count)):
             object.__setattr__(self, name, np.array(values, dtype=np.int64))
 
+    def grown(self, rows: np.ndarray, counts: np.ndarray) -> Shape:
+        """Return the shape with further nodes, which come last.
+
+        A tree that grows level by level so has each level's nodes counted once.
+
+        Args:
+            rows: ``[n]`` different rows without children.
+            counts: ``[n]`` int64, how many children each gets.
+        """
+        above, added = rows.repeat(counts), int(counts.sum())
+        count = np.concatenate([self.count, np.zeros(added, dtype=np.int64)])
+        count[rows] = counts
+        shape = object.__new__(Shape)  # its parents are right
+        vars(shape).update(
+            roots=self.roots,
+            parent=np.concatenate([self.parent, above]),
+            depth=np.concatenate([self.depth, self.depth[above] + 1]),
+            rank=np.concatenate([self.rank, np.arange(added) - (counts.cumsum() - counts).repeat(counts)]),
+            count=count,
+            root=np.concatenate([self.root, self.root[above]]),
+            _forests={},
+            _kept={},
+            _devices={},
+        )
+        if self.roots == 1:
+            before, rows_before = self.tree_masks[0], self.rows
+            mask = np.full((rows_before + added,) * 2, -np.inf, dtype=np.float32)
+            mask[:rows_before, :rows_before] = before
+            mask[rows_before:, :rows_before] = before[above]
+            np.fill_diagonal(mask[rows_before:, rows_before:], 0.0)
+            vars(shape)["tree_masks"] = [mask]
+        return shape
+
     @property
     def nodes(self) -> int:
         """M."""
@@ -318,6 +351,8 @@ class Shape:
     @cached_property
     def sizes(self) -> np.ndarray:  # [B]
         """The number of rows of each tree, its root included."""
+        if self.roots == 1:
+            return np.array([self.rows])
         return np.bincount(self.root, minlength=self.roots)
 
     @cached_property
@@ -361,7 +396,11 @@ class Shape:
         marked = marked[self.lineage].all(1)
         new_row = np.cumsum(marked) - 1
         kept = np.flatnonzero(marked[self.roots :])
-        return Shape(self.roots, new_row[self.parent[kept]]), kept
+        shape = Shape(self.roots, new_row[self.parent[kept]])
+        if self.roots == 1 and "tree_masks" in vars(self):
+            both = np.flatnonzero(marked)
+            vars(shape)["tree_masks"] = [self.tree_masks[0][both[:, None], both]]
+        return shape, kept
 
     def on(self, device: torch.device) -> DeviceShape:
         """Return the arrays that verifiers and ``choose`` read, on ``device``: one upload, kept for the next call."""

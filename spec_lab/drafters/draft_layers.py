@@ -21,10 +21,12 @@ from spec_lab.core.cache_argument import cache_argument
 from spec_lab.core.options import WrongOption, brief
 from spec_lab.core.reading import Reading
 from spec_lab.models.checkpoint import misfits_of, one_line
-from spec_lab.models.fused import epsilon_of
+from spec_lab.models.fused import epsilon_of, fuse_attention
+from spec_lab.models.merged import merge
 from spec_lab.models.services import TargetServices, selected_rows
 from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, is_recurrent, refuse_by_name, refuse_changing_rope
 from spec_lab.models.target import Target
+from spec_lab.propose.expansion import Computed, DraftedLogits, RowLogits, over_all_tokens
 from spec_lab.runners.attention import AttentionKind, layer_kinds, spans
 
 LAYER_MODULES = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -37,6 +39,8 @@ MAMBA_MODELS = {"mamba", "mamba2", "falcon_mamba", "jamba", "zamba"}
 """Kinds of models whose configs describe no such layers."""
 MAX_BUFFERS = 2**20
 """Maximum size of the buffers of a config's model, which are made before weights are compared with the config."""
+TURNED = 512
+"""Positions by which a table of rotations grows."""
 
 
 class DraftLayers(nn.Module):
@@ -122,6 +126,8 @@ class DraftLayers(nn.Module):
             )
         self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
         self.windows, self.anchored = tuple(windows) or (None,) * count, anchored
+        self.tabled = False  # whether rotations are read from a table
+        self._turned: Tensor | None = None
         for decoder_layer, window in zip(model.layers, self.windows, strict=True):
             if hasattr(decoder_layer.self_attn, "sliding_window"):  # Qwen's, which passes it on
                 decoder_layer.self_attn.sliding_window = window
@@ -157,8 +163,15 @@ class DraftLayers(nn.Module):
 
     def rotate(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary embedding at ``positions`` ``[1, N]``, in the dtype of ``x``."""
-        rotation: tuple[Tensor, Tensor] = self.rotary(x, positions)
-        return rotation
+        if not self.tabled or x.device.type != "cpu":  # elsewhere the size of the table would have to be read back
+            rotation: tuple[Tensor, Tensor] = self.rotary(x, positions)
+            return rotation
+        end, table = int(positions.numpy().max(initial=0)) + 1, self._turned
+        if table is None or table.dtype != x.dtype or table.shape[1] < end:
+            known = torch.arange(-(-end // TURNED) * TURNED)
+            self._turned = table = torch.cat(self.rotary(x, known[None]))  # [2, positions, dim]
+        cos, sin = table.index_select(1, positions[0])[:, None].unbind()
+        return cos, sin
 
     def rest(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         """Both residual connections and the MLP of one layer, which follow its attention."""
@@ -186,6 +199,11 @@ class DraftLayers(nn.Module):
                 del decoder_layer.self_attn.expand_kv
         output: Tensor = returned if isinstance(returned, Tensor) else returned[0]
         return output
+
+    def fuse(self) -> int:
+        """Compute in fewer calls from now on, in inference alone; return how many modules were changed."""
+        self.tabled = True
+        return merge(self) + fuse_attention(self)
 
     def norm(self) -> nn.Module:
         """A norm over H of the layers' own kind, on the meta device."""
@@ -249,12 +267,6 @@ def read_interleaved(layers: DraftLayers) -> None:
             for tensor in getattr(attention, name, nn.Identity()).parameters():
                 heads = tensor.data.unflatten(0, (-1, size))
                 tensor.data = heads.index_select(1, order.to(tensor.device)).flatten(0, 1)
-
-
-def over_all_tokens(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits ``[n, W]`` of the tokens ``ids`` ``[W]`` -> ``[n, V]``, -inf of all others."""
-    whole = logits.new_full((len(logits), vocab_size), -torch.inf)
-    return whole.index_copy_(1, ids, logits)
 
 
 def drafted_facts(tokens: int, vocab_size: int) -> dict[str, Any]:
@@ -323,6 +335,14 @@ class DrafterNetwork(nn.Module):
         """Logits ``[n, W]`` -> ``[n, V]``, -inf of tokens that are not drafted."""
         v = int(self.settings.vocab_size)
         return over_all_tokens(logits, self.ids, v) if logits.shape[-1] < v else logits
+
+    def computed(self, logits: Tensor) -> Computed:
+        """Logits ``[n, W]`` or ``[n, V]`` as trees are grown from them."""
+        v = int(self.settings.vocab_size) if len(self.ids) else logits.shape[-1]
+        return DraftedLogits(logits, self.ids, v) if logits.shape[-1] < v else RowLogits.of(logits)
+
+    def fuse(self) -> None:
+        """Compute in fewer calls from now on, in inference alone; nothing changes where that is not possible."""
 
     def trim(self, tokens: Tensor) -> None:
         """Leave those rows of LM heads that are of these tokens; of the target's LM head they are copied.
@@ -403,6 +423,10 @@ class TapNetwork(DrafterNetwork):
 class FeatureNetwork(TapNetwork):
     """Layers that read features of the target. F is the width of a feature, X of an input, Y of an output."""
 
+    def fuse(self) -> None:
+        """See ``DrafterNetwork``."""
+        self.body.fuse()
+
     def inputs(self, token: Tensor, feature: Tensor) -> Tensor:
         """Tokens ``[n]`` and the features one position before them ``[n, F]`` -> inputs ``[n, X]``."""
         raise NotImplementedError
@@ -412,7 +436,10 @@ class FeatureNetwork(TapNetwork):
         raise NotImplementedError
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[n, Y]`` -> the features ``[n, F]`` to feed back, and logits ``[n, V]``."""
+        """Outputs ``[n, Y]`` -> the features ``[n, F]`` to feed back, and logits ``[n, V]``.
+
+        The logits may be those of the drafted tokens alone, ``[n, W]`` (``token_logits``).
+        """
         raise NotImplementedError
 
     def toy(self, target: Target) -> FeatureNetwork:

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft
 from spec_lab.core.shape import Shape
-from spec_lab.core.upload import rows_at, upload
+from spec_lab.core.upload import upload
 from spec_lab.decode.proposer import Requires
 from spec_lab.decode.sequence import Batch, SequenceState
 from spec_lab.drafters.draft_layers import FeatureNetwork
 from spec_lab.drafters.features import FeatureState, TapDrafter
 from spec_lab.models.target import Target
 from spec_lab.propose.device_levels import DeviceLevels
-from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.expansion import Computed
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.tree_proposer import Forwards
 from spec_lab.propose.trees import Choices
-from spec_lab.runners.feature_lm import FeatureLM
+from spec_lab.runners.feature_lm import FeatureLM, last_rows
 from spec_lab.runners.runner import DraftRunner, KVSequence
 
 
@@ -99,19 +99,20 @@ class FeatureDrafter(ShiftedDrafter):
         (token,) = upload(device, tokens)
         x = self.network.inputs(token, known)
         active = [kv for kv in kvs if kv is not None]
-        feature, logits = self.network.outputs(self.lm.forward(active, lengths, x, timed))  # [n, F], to feed back
+        outputs = self.network.outputs
+        feature, logits = self.lm.forward(active, lengths, x, timed, outputs)  # [n, F], to feed back
 
-        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             nonlocal feature
             above = np.array([number[row] for row in shape.parent[rows - shape.roots].tolist()])
             drawn, above_rows = upload(device, token, above)
             x = self.network.inputs(drawn, feature.index_select(0, above_rows))
-            features, logits = self.network.outputs(self.lm.extend(kvs, shape, rows, x, timed))
+            features, logits = self.lm.extend(kvs, shape, rows, x, timed, outputs)
             number.update(zip(rows.tolist(), range(len(feature), len(feature) + len(rows)), strict=True))
             feature = torch.cat([feature, features])
-            return RowLogits.of(logits)
+            return self.network.computed(logits)
 
-        return Forwards(RowLogits.of(logits), expand)
+        return Forwards(self.network.computed(logits), expand)
 
     def draft_ahead(self, batch: Batch, depths: Sequence[int], levels: DeviceLevels) -> Draft | None:
         """See ``TreeProposer``."""
@@ -121,16 +122,18 @@ class FeatureDrafter(ShiftedDrafter):
         if planned is None:
             return None
         token, *given = planned.given
-        y = self.lm.run_level(planned.first, self.network.inputs(token, known), timed)
-        feature, logits = self.network.outputs(rows_at(y, [rows.stop - 1 for rows in planned.first.pending]))
+        outputs = self.network.outputs
+        feature, logits = self.lm.run_level(
+            planned.first, self.network.inputs(token, known), timed, lambda y: outputs(last_rows(y, planned.first))
+        )
 
         def compute(level: int, token: Tensor, above: Tensor) -> Tensor:
             nonlocal feature
             x = self.network.inputs(token, feature.index_select(0, above))
-            feature, logits = self.network.outputs(self.lm.run_level(planned.levels[level - 1], x, timed))
-            return logits
+            feature, logits = self.lm.run_level(planned.levels[level - 1], x, timed, outputs)
+            return self.network.computed(logits).logits
 
-        return levels.grow(logits, compute, given, None)
+        return levels.grow(self.network.computed(logits).logits, compute, given, None)
 
     def _new(
         self, batch: Batch, depths: Sequence[int]

@@ -118,5 +118,6 @@ def read_drafter(
     folder = drafter_folder(path, revision)
     network = trimmed(read(folder, options=reading), tokens, target)
     plan.check_width(network.tokens)
+    network.fuse()
     pack(network)
     return network, plan, trimmed_hash(folder, network.kept)

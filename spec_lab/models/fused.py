@@ -50,27 +50,36 @@ def fuse(model: Any) -> int:
         if epsilon := epsilon_of(module):
             setattr(module, "forward", partial(_norm, module, epsilon))  # noqa: B010 (mypy: a method is assigned)
             changed += 1
-    candidates = [
-        module for module in model.modules()
-        if isinstance(getattr(module, "q_proj", None), MergedLinear) and "forward" not in vars(module)
-    ]  # fmt: skip
-    if not candidates or not getattr(model, "_can_set_attn_implementation", lambda: True)():
+    if not _candidates(model) or not getattr(model, "_can_set_attn_implementation", lambda: True)():
         return changed
     before = model.config._attn_implementation
     model.set_attn_implementation(spans())
     try:
-        for module in candidates:
-            attention = FusedAttention.of(module)
-            if attention is None:
-                continue
-            if attention.is_right():
-                module.forward = attention
-                changed += 1
-            elif attention.epsilon is not None:
-                del module.query_key_weight
+        return changed + fuse_attention(model)
     finally:
         model.set_attn_implementation(before)
+
+
+def fuse_attention(model: nn.Module) -> int:
+    """Replace attention whose linear layers are merged, and which is ``attention.SPANS``; return how many changed."""
+    changed = 0
+    for module in _candidates(model):
+        attention = FusedAttention.of(module)
+        if attention is None:
+            continue
+        if attention.is_right():
+            module.forward = attention
+            changed += 1
+        elif attention.epsilon is not None:
+            del module.query_key_weight
     return changed
+
+
+def _candidates(model: nn.Module) -> list[Any]:
+    return [
+        module for module in model.modules()
+        if isinstance(getattr(module, "q_proj", None), MergedLinear) and "forward" not in vars(module)
+    ]  # fmt: skip
 
 
 def fused_modules(model: Any) -> dict[Any, Any]:

@@ -3,7 +3,8 @@
 Source: OPT-Tree (2406.17276) and DySpec (2410.11744) grow by the product of draft probabilities along the path. Here
 ``width`` nodes are expanded at a time; ``width`` = 1 is strict best-first growth. With ``rerank`` trees grow as in
 EAGLE-2 (2406.16858, section 4): each forward expands the ``width`` best nodes of the newest level, and the best of all
-nodes are kept at the end.
+nodes are kept at the end. Nodes below which none would be kept are not expanded: a node's score is at most its
+parent's, so the draft is the same with fewer forwards.
 
 Which node is expanded next may depend on everything drawn so far, because every drawn node stays in the tree and
 siblings are verified in drawing order. Token and traversal verification are therefore exact for sampled nodes too.
@@ -13,16 +14,18 @@ Leaving out drawn nodes by their tokens is exact for likeliest tokens ("determin
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
-from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.shape import Shape
 from spec_lab.decode.sequence import Batch
+from spec_lab.propose.expansion import Computed
 from spec_lab.propose.grower import Children, Grower
 from spec_lab.propose.stop_rules import Stop
 
@@ -54,6 +57,12 @@ class Budget:
         return sum(per_level)
 
 
+@lru_cache(maxsize=64)
+def _bare(roots: int) -> Shape:
+    """The shape of so many roots without nodes, with which every draft begins."""
+    return Shape(roots, np.empty(0, dtype=np.int64))
+
+
 class BestFirst(Grower):
     """A forest of draft trees that grow best first. Its ``shape`` holds all that is drawn so far.
 
@@ -81,7 +90,7 @@ class BestFirst(Grower):
         stop: Stop | None = None,
         lenient: bool = False,
     ) -> None:
-        super().__init__(drawn, batch, Shape(len(depths), np.empty(0, dtype=np.int64)), samplings, stop, lenient)
+        super().__init__(drawn, batch, _bare(len(depths)), samplings, stop, lenient)
         self.budget, self.depths = budget, np.minimum(depths, budget.depth)
         self.score = np.zeros(len(depths))  # of each row: log-probability of its path
         self.frontier: list[list[tuple[float, int]]] | None = None  # of each tree, a heap of (-score, row)
@@ -94,9 +103,10 @@ class BestFirst(Grower):
         chosen = list[tuple[int, int, np.ndarray | None]]()
         for tree, (heap, size) in enumerate(zip(self.frontier, self.shape.sizes.tolist(), strict=True)):
             count = min(self.budget.width, (self.budget.drawn - size + 1) // self.budget.children)
-            while heap and count:
+            highest = -self._least(tree, size) if self.budget.rerank and heap else math.inf
+            while heap and count and heap[0][0] <= highest:
                 _, row = heapq.heappop(heap)
-                allowed = self.allowed(np.array([row]))
+                allowed = None if self.batch.draft_masks is None else self.allowed(np.array([row]))
                 if allowed is None or allowed.any():
                     chosen.append((tree, row, allowed))
                     count -= 1
@@ -106,8 +116,23 @@ class BestFirst(Grower):
         masks = [allowed for *_, allowed in chosen if allowed is not None]
         return np.array([row for _, row, _ in chosen], dtype=np.int64), np.concatenate(masks) if masks else None
 
+    def _least(self, tree: int, size: int) -> float:
+        """The lowest score of a node below which one might be kept: fewer than ``nodes`` - 1 nodes are better.
+
+        Args:
+            tree: number of the tree.
+            size: its rows.
+        """
+        above = self.budget.nodes - 1  # so many better nodes leave room for the node itself alone
+        if size - 1 < above or not above:
+            return -math.inf if above else math.inf
+        score = self.score if self.shape.roots == 1 else self.score[self.shape.root == tree]
+        return float(np.partition(score[1:], size - 1 - above)[size - 1 - above])
+
     def siblings(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the children of each row, keyed by the row's place in its own tree and the child's rank."""
+        if self.greedy:  # only how many there are is of interest
+            return [(rows, rows)] * self.budget.children
         places, numbers = np.arange(len(rows)), (self.shape.places[rows] + 1) * self.budget.children
         return [(places, numbers + rank) for rank in range(self.budget.children)]
 
@@ -118,35 +143,43 @@ class BestFirst(Grower):
     def add(self, rows: np.ndarray, children: Children) -> None:
         """Append what was drawn; it joins the frontier unless drafting stops above it."""
         assert children.probability is not None and self.frontier is not None
-        count = self.budget.children if children.counts is None else children.counts[:, None]
-        exists = np.broadcast_to(np.arange(self.budget.children) < count, children.token.shape)
-        parent_of = exists.nonzero()[0]  # of the parent of each child
+        token, probability, counts = children.token, children.probability, children.counts
+        if counts is None:
+            counts = np.full(len(rows), self.budget.children, dtype=np.int64)
+        else:
+            exists = np.arange(self.budget.children) < counts[:, None]
+            token, probability = token[exists], probability[exists]
         with np.errstate(divide="ignore"):
-            gains = np.log(children.probability, dtype=np.float64)[exists]
-        first, above = self.shape.rows, rows[parent_of]
-        self.shape = Shape(self.shape.roots, np.append(self.shape.parent, above))
-        self.token = np.append(self.token, children.token[exists])
+            gains = np.log(probability.ravel(), dtype=np.float64)
+        first, score = self.shape.rows, self.score[rows].repeat(counts) + gains
+        self.shape = self.shape.grown(rows, counts)
+        self.token = np.concatenate([self.token, token.ravel()])
         if self.greedy_q is not None:
-            self.greedy_q = np.append(self.greedy_q, children.probability[exists])
-        self.score = np.append(self.score, self.score[above] + gains)
-        self.q_row = np.append(self.q_row, np.full(len(above), -1))
-        self.live = np.append(self.live, np.ones(len(above), dtype=bool))
-        grows = self.shape.depth[first:] < self.depths[self.shape.root[first:]]
+            self.greedy_q = np.concatenate([self.greedy_q, probability.ravel()])
+        self.score = np.concatenate([self.score, score])
+        if not self.greedy:
+            self.q_row = np.concatenate([self.q_row, np.full(len(score), -1)])
+        tree = self.shape.root[first:]
+        grows = self.shape.depth[first:] < self.depths[tree]
         if children.stopped is not None:
-            grows &= ~children.stopped[parent_of]
-        for row in (first + grows.nonzero()[0]).tolist():
-            heapq.heappush(self.frontier[self.shape.root[row]], (-self.score[row], row))
+            grows &= ~children.stopped.repeat(counts)
+        trees, costs = tree.tolist(), (-score).tolist()
+        for number in grows.nonzero()[0].tolist():
+            self.frontier[trees[number]].append((costs[number], first + number))
+        for heap in self.frontier:
+            heapq.heapify(heap)
 
-    def draft(self, like: Tensor) -> Draft:
+    def draft(self, roots: Computed) -> Draft:
         """See ``Grower``; reranked, the best nodes of each tree.
 
         A node's score is at most its parent's and its earlier siblings', and ties go to what was drawn first, so the
         best rows are trees.
         """
+        self.live = np.ones(self.shape.rows, dtype=bool)
         if self.budget.rerank:
             shape, sizes = self.shape, self.shape.sizes - 1
             root = shape.root[shape.roots :]
             order = np.lexsort((-self.score[shape.roots :], root))  # nodes by tree, the best first
             rank = np.arange(shape.nodes) - (sizes.cumsum() - sizes)[root[order]]
             self.live[shape.roots + order] = rank < self.budget.nodes
-        return super().draft(like)
+        return super().draft(roots)

@@ -26,7 +26,7 @@ from spec_lab.core.randomness import Key, Purpose, upload_keys
 from spec_lab.core.shape import Shape
 from spec_lab.core.upload import upload
 from spec_lab.decode.sequence import Batch, by_row, text_histories
-from spec_lab.propose.expansion import Computed, Expand
+from spec_lab.propose.expansion import Computed, Expand, columns_on_host
 from spec_lab.propose.siblings import allow_, how_many, sample_siblings
 from spec_lab.propose.stop_rules import Stop
 
@@ -121,7 +121,7 @@ class Grower(ABC):
             computed = roots if rows[0] < self.shape.roots else self.compute(rows, expand)
             self.add(rows, self.draw(rows, computed, allowed))
             rows, allowed = self.choose()
-        return self.draft(roots.logits)
+        return self.draft(roots)
 
     def compute(self, rows: np.ndarray, expand: Expand) -> Computed:
         """Compute nodes ``rows``."""
@@ -140,7 +140,7 @@ class Grower(ABC):
     def draw(self, rows: np.ndarray, computed: Computed, allowed: np.ndarray | None) -> Children:
         """Draw the children of ``rows`` ``[n]`` from ``computed``, of which a constraint allows ``allowed``."""
         ranks = self.siblings(rows)
-        if self._keeps_logits and self._on_host:
+        if self._ranks_logits and self._on_host:
             host = self._on_cpu(rows, computed, allowed, len(ranks))
         else:
             host = self._compute(rows, computed.logits, allowed, ranks)
@@ -170,21 +170,25 @@ class Grower(ABC):
         self, rows: np.ndarray, computed: Computed, allowed: np.ndarray | None, width: int
     ) -> dict[str, np.ndarray]:
         """Draw the likeliest tokens on the host. See ``likeliest_on_host``."""
-        array, probs, measure = computed.array, list[Tensor](), self.batch.measure
-        if array is None:
-            array = computed.logits.to(probs_dtype(computed.logits.dtype)).numpy()
+        probs, measure = list[Tensor](), self.batch.measure
+        reads = self.scored or self.path is not None or self.greedy_q is not None
+        array, ids = columns_on_host(computed, width if measure is None else self.batch.target.vocabulary)
+        if allowed is not None and ids is not None:
+            allowed = allowed[:, ids]
 
         def stops(logits: np.ndarray) -> np.ndarray:
             probs.append(torch.from_numpy(logits).softmax(-1))
             return np.zeros(len(rows), bool) if self.stop is None else self._stopped(probs[0], rows).numpy()
 
         (array,) = self.batch.read(array)
-        read = self.stop is not None or measure is not None or self.greedy_q is not None
-        host = likeliest_on_host(array, width, allowed, stops if read else None)
+        asks = None if self.stop is None and measure is None else stops
+        host = likeliest_on_host(array, width, allowed, asks, reads)
         if measure is not None:
             host["measured"] = measure(probs[0]).numpy()
-        if self.path is not None or self.greedy_q is not None:
-            host["probability"] = np.take_along_axis(probs[0].numpy(), host["token"], 1)
+        if self.scored:  # the largest first, so that those without mass are the last
+            host["support"] = (host["probability"] > 0).sum(-1)
+        if ids is not None:
+            host["token"] = ids[host["token"]]
         return host
 
     def _stopped(self, probs: Tensor, rows: np.ndarray) -> Tensor:  # [n] bool
@@ -249,9 +253,14 @@ class Grower(ABC):
         return host
 
     @property
+    def _ranks_logits(self) -> bool:
+        """Whether tokens are ranked as their logits are."""
+        return self.greedy and self.histories is None
+
+    @property
     def _keeps_logits(self) -> bool:
-        """Whether tokens are ranked by their logits, so that nobody needs probabilities."""
-        return self.greedy and self.histories is None and not self.scored
+        """Whether nobody needs probabilities either."""
+        return self._ranks_logits and not self.scored
 
     def _race(self, q: Tensor, rows: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""
@@ -266,11 +275,11 @@ class Grower(ABC):
         roots: list[int] = self.shape.root[rows].tolist()
         return [Key(*keys[root], purpose, number) for root, number in zip(roots, numbers.tolist(), strict=True)]
 
-    def draft(self, like: Tensor) -> Draft:
+    def draft(self, roots: Computed) -> Draft:
         """Return what was drawn as a draft.
 
         Args:
-            like: logits.
+            roots: as in ``grow``.
         """
         shape, token, q_row, greedy_q = self.shape, self.token, self.q_row, self.greedy_q
         measured = None
@@ -281,7 +290,7 @@ class Grower(ABC):
         if not self.live.all():
             shape, kept = shape.keep(self.live)
             both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
-            token, q_row = token[kept], q_row[both]
+            token, q_row = token[kept], q_row if self.drawn == "deterministic" else q_row[both]
             measured = None if measured is None else measured[both]
             greedy_q = None if greedy_q is None else greedy_q[kept]
         self.kept = token
@@ -289,6 +298,7 @@ class Grower(ABC):
         more: dict[str, Any] = {"broken": self.broken, "measured": measured, "greedy_q": stated[0] if stated else None}
         if self.drawn == "deterministic":
             return Draft(shape, tokens, **more)
+        like = roots.logits
         nothing = like.new_empty(0, self.batch.target.vocabulary, dtype=probs_dtype(like.dtype))
         if self.one_hot:  # each row has one child at most, of which its q is certain
             q_row[shape.parent] = np.arange(shape.nodes)
@@ -304,6 +314,7 @@ def likeliest_on_host(
     width: int,
     allowed: np.ndarray | None = None,
     stops: Callable[[np.ndarray], np.ndarray] | None = None,
+    scored: bool = False,
 ) -> dict[str, np.ndarray]:
     """Draw the likeliest tokens in few functions of NumPy (``runner.Output``).
 
@@ -312,11 +323,13 @@ def likeliest_on_host(
         width: how many tokens of each row.
         allowed: ``[n, V]`` what a constraint allows; None for everything.
         stops: tells from the logits of what is allowed, ``[n, V]``, at which rows drafting stops; None: at none.
+        scored: whether the tokens' probabilities are needed.
 
     Returns:
         ``token`` ``[n, width]``, the likeliest first. ``without`` ``[n]``, rows without a distribution, if there are
         any. With ``allowed``: ``possible`` ``[n]``, rows with an allowed token that has a probability, and ``support``
-        ``[n]``, how many each has. With ``stops``: ``stopped`` ``[n]``.
+        ``[n]``, how many each has. With ``stops``: ``stopped`` ``[n]``. With ``scored``: ``probability``
+        ``[n, width]`` of each token, among what is allowed.
     """
     host: dict[str, np.ndarray] = {}
     rows, best = np.arange(len(x)), x.argmax(-1)
@@ -336,4 +349,7 @@ def likeliest_on_host(
     if stops is not None:
         host["stopped"] = stops(x)
     host["token"] = best[:, None] if width == 1 else likeliest_of(x, width)
+    if scored:
+        mass = np.exp(x - top[:, None])
+        host["probability"] = mass[rows[:, None], host["token"]] / mass.sum(-1, keepdims=True)
     return host

@@ -27,6 +27,13 @@ Layers = Callable[[Tensor, Tensor, Pack], Tensor]
 
 NO_KINDS: Mapping[int, AttentionKind] = {}
 
+Then = Callable[[Tensor], Any]
+"""A function of outputs that is part of the same call, such as an LM head."""
+
+
+def _outputs(outputs: Tensor) -> Tensor:
+    return outputs
+
 
 class FeatureCells:
     """The KV cache of decoder layers that read rows ``[n, X]`` in place of tokens.
@@ -77,43 +84,44 @@ class FeatureLM(FeatureCells):
     """Runs ``Layers`` over the new inputs of several sequences, or over the nodes of a forest."""
 
     @inference
-    def forward(self, sequences: Sequence[Any], lengths: Sequence[int], inputs: Tensor, timed: Phase) -> Tensor:
+    def forward(
+        self, sequences: Sequence[Any], lengths: Sequence[int], inputs: Tensor, timed: Phase, then: Then = _outputs
+    ) -> Any:
         """Append inputs to sequences.
 
         Args:
             sequences: ``[B]``; nodes that they hold are forgotten.
             lengths: ``[B]`` how many inputs each gets, at least one.
             inputs: ``[sum of lengths, X]``, sequence by sequence.
+            then: what is computed of outputs ``[B, Y]``, those at each sequence's last input; these unless given.
 
         Returns:
-            Outputs ``[B, Y]`` at each sequence's last input.
+            The result of ``then``.
         """
-
-        def call(rows: Tensor, prepared: Prepared) -> Tensor:
-            with timed:
-                return self.layers(rows[None], prepared.positions, prepared.pack)[0]
-
-        rest = self._append_early(sequences, inputs.split(list(lengths)), call)
+        rest = self._append_early(
+            sequences, inputs.split(list(lengths)), lambda rows, early: self.run_level(early, rows, timed)
+        )
         if sum(map(len, rest)) < len(inputs):
             inputs = torch.cat(rest)
         prepared = self._packer.append(sequences, [[0] * len(part) for part in rest])
-        outputs = call(inputs, prepared)
-        if len(sequences) == 1:
-            return outputs[-1:]
-        return rows_at(outputs, [rows.stop - 1 for rows in prepared.pending])
+        return self.run_level(prepared, inputs, timed, lambda outputs: then(last_rows(outputs, prepared)))
 
     @inference
-    def extend(self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, inputs: Tensor, timed: Phase) -> Tensor:
+    def extend(
+        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, inputs: Tensor, timed: Phase,
+        then: Then = _outputs,
+    ) -> Any:  # fmt: skip
         """Compute nodes whose root and ancestors are computed already; see ``runner.DraftRunner.extend``.
 
         Args:
             sequences, shape, rows: as there; the nodes are held.
             inputs: ``[n, X]`` of the rows.
+            then: as in ``forward``, of outputs ``[n, Y]``.
 
         Returns:
-            Outputs ``[n, Y]``.
+            The result of ``then``.
         """
-        return self.run_level(self._moved(self._packer.level(sequences, shape, rows, inputs)), inputs, timed)
+        return self.run_level(self._moved(self._packer.level(sequences, shape, rows, inputs)), inputs, timed, then)
 
     def levels_ahead(
         self, sequences: Sequence[Any], lengths: Sequence[int], shape: Shape, arrays: Sequence[np.ndarray]
@@ -140,7 +148,14 @@ class FeatureLM(FeatureCells):
         return replace(drafted, positions=drafted.positions + self.skip) if self.skip else drafted
 
     @inference
-    def run_level(self, prepared: Prepared, inputs: Tensor, timed: Phase) -> Tensor:  # [n, Y]
-        """Compute a forward that is prepared, of inputs ``[n, X]``."""
+    def run_level(self, prepared: Prepared, inputs: Tensor, timed: Phase, then: Then = _outputs) -> Any:
+        """Compute a forward that is prepared, of inputs ``[n, X]``; return the result of ``then``, as in ``extend``."""
         with timed:
-            return self.layers(inputs[None], prepared.positions, prepared.pack)[0]
+            return then(self.layers(inputs[None], prepared.positions, prepared.pack)[0])
+
+
+def last_rows(outputs: Tensor, prepared: Prepared) -> Tensor:  # [N, Y] -> [B, Y]
+    """Return the outputs at each sequence's last pending row, of a forward of pending rows alone."""
+    if len(prepared.pending) == 1:
+        return outputs[-1:]
+    return rows_at(outputs, [rows.stop - 1 for rows in prepared.pending])

@@ -368,7 +368,9 @@ class Packer:
             ahead: whether the nodes follow pending tokens that are computed ahead (``CellSequence.ahead``).
         """
         new, start, places, depths = list[Uncommitted](), 0, shape.places[rows], shape.depth[rows]
-        ends = np.searchsorted(shape.root[rows], np.arange(len(sequences) + 1)).tolist()  # rows come tree by tree
+        ends = [0, len(rows)]  # of each tree: rows come tree by tree
+        if len(sequences) != 1:
+            ends = np.searchsorted(shape.root[rows], np.arange(len(sequences) + 1)).tolist()
         positions = np.zeros((2, len(rows)), dtype=np.int64)
         for tree, (sequence, (first, stop)) in enumerate(zip(sequences, pairwise(ends), strict=True)):
             holder: Any = sequence if sequence is None or not ahead else sequence.ahead

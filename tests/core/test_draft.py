@@ -52,6 +52,26 @@ def test_every_derived_property_follows_from_the_parents(shape):
         assert shape.ranks(row) == tuple(shape.rank[r - shape.roots] for r in shape.path(row))
 
 
+@given(shapes(most=0), st.data())
+def test_a_shape_that_grows_level_by_level_is_that_of_its_parents(shape, data):
+    leaves = list(range(shape.roots))
+    for _ in range(3):
+        rows = [row for row in leaves if data.draw(st.booleans())]
+        counts = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
+        before, shape = shape, shape.grown(np.array(rows, dtype=np.int64), counts)
+        leaves = list(range(before.rows, shape.rows))
+        whole = Shape(shape.roots, shape.parent)
+        for name in ("parent", "depth", "rank", "count", "root", "lineage", "table", "places"):
+            np.testing.assert_array_equal(getattr(shape, name), getattr(whole, name))
+        for mask, expected in zip(shape.tree_masks, whole.tree_masks, strict=True):
+            np.testing.assert_array_equal(mask, expected)
+        kept, nodes = shape.keep(np.arange(shape.rows) % 3 != 1)
+        again, expected_nodes = whole.keep(np.arange(shape.rows) % 3 != 1)
+        np.testing.assert_array_equal(nodes, expected_nodes)
+        for mask, expected in zip(kept.tree_masks, again.tree_masks, strict=True):
+            np.testing.assert_array_equal(mask, expected)
+
+
 def visited(shape: Shape, row: int) -> list[int]:
     """The rows from ``row`` down, children before their parent, siblings in drawing order."""
     return [*(visit for child in shape.children[row] for visit in visited(shape, int(child))), row]

@@ -11,6 +11,7 @@ from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.decode.proposer import Observation
 from spec_lab.drafters.eagle import propose as eagle
+from spec_lab.models.fused import FusedAttention
 from spec_lab.models.support import Unsupported
 from spec_lab.verify import Traversal
 from tests.drafters.eagle_heads import SIZES, eagle1, eagle3, speculators, written
@@ -113,6 +114,17 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert emitted(group) == truth
     assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
     assert sum(info.draft.shape.nodes for info in steps) > 60
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3-two-layers-all-tokens"])
+def test_attention_of_a_head_is_fused_and_its_rotations_are_read_from_a_table(target, folders, name):
+    body = eagle.load(target, folders[name], depth=1).network.body
+    assert all(isinstance(vars(layer.self_attn)["forward"], FusedAttention) for layer in body.layers)
+    x = torch.empty(0, dtype=torch.float64)
+    for positions in ([[3, 0, 0]], [[700, 2]], [[]]):
+        places = torch.tensor(positions, dtype=torch.long)
+        for values, expected in zip(body.rotate(x, places), body.rotary(x, places), strict=True):
+            torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
 @torch.no_grad()

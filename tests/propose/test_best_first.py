@@ -185,10 +185,14 @@ def test_a_forward_expands_the_best_of_each_tree_together(drawn, budget):
 
 
 def reranked(table, budget, number, depth):
-    """EAGLE-2's tree (2406.16858, section 4), written out: the paths that are kept, and the forwards it takes."""
+    """EAGLE-2's tree (2406.16858, section 4), written out: the paths that are kept, and the forwards it takes.
+
+    A level costs a forward if a node below it might be kept: fewer than ``nodes`` - 1 nodes are better than its best.
+    """
     after, scores, level, forwards = table.probabilities(number), {}, [()], 0
     for _ in range(min(depth, budget.depth)):
-        forwards += level != [()]
+        better = [sum(other > scores[path] for other in scores.values()) for path in level if path]
+        forwards += any(count < budget.nodes - 1 for count in better)
         below = {}
         for path in level:
             p = after(path)
@@ -199,7 +203,10 @@ def reranked(table, budget, number, depth):
     return set(sorted(scores, key=lambda path: -scores[path])[: budget.nodes]), forwards
 
 
-@pytest.mark.parametrize("budget", [Budget(7, 2, 3, 2, True), Budget(12, 4, 4, 3, True), Budget(3, 5, 6, 1, True)])
+RERANKED = [Budget(7, 2, 3, 2, True), Budget(12, 4, 4, 3, True), Budget(3, 5, 6, 1, True), Budget(1, 2, 4, 2, True)]
+
+
+@pytest.mark.parametrize("budget", RERANKED)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_reranked_tree_expands_the_best_of_the_newest_level_and_keeps_the_best_of_all(budget, seed):
     table, depths = Table(seed), (9, 0, 2, 1)
@@ -210,7 +217,7 @@ def test_a_reranked_tree_expands_the_best_of_the_newest_level_and_keeps_the_best
         paths = [tuple(path_tokens(draft, row)) for row in draft.shape.trees[tree].tolist()[1:]]
         assert len(paths) == len(kept) and set(paths) == kept
         most = max(most, forwards)
-    assert len(table.forwards) == most and max(table.forwards) <= 2 * budget.width
+    assert len(table.forwards) == most and max(table.forwards, default=0) <= 2 * budget.width
 
 
 def test_sampled_nodes_are_never_reranked():

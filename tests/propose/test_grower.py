@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.shape import Shape, chain, forest, tree
-from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.expansion import DraftedLogits, RowLogits
 from spec_lab.propose.grower import likeliest_on_host
 from spec_lab.propose.levels import LevelByLevel
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Gain, Stop, Svip
@@ -100,6 +101,43 @@ def test_under_masks_and_rules_the_host_states_what_the_device_states(rule):
     host, device = (grown(shape, "deterministic", 7, 0.0, True, stop, on_host, True)[0] for on_host in (True, False))
     assert (host.shape.nodes or stop) and host.token.tolist() == device.token.tolist()
     torch.testing.assert_close(host.greedy_q, device.greedy_q)
+
+
+DRAFTED = [0, 2, 3, 5]
+
+
+def grown_best_first(rerank, seed, broken, masked, drafted, on_host):
+    """A draft that grows best first, on the host from logits of the drafted tokens alone."""
+    random = np.random.default_rng(seed)
+    logits, allowed = random.normal(0, 2, (100, V)), random.random((100, V)) < 0.6
+    logits[:, [token for token in range(V) if drafted and token not in DRAFTED]] = -np.inf
+    for row in np.flatnonzero(random.random(100) < broken):
+        logits[row] = random.choice([np.nan, np.inf, -np.inf])
+
+    def computed(rows):
+        x = torch.from_numpy(logits[rows])
+        return DraftedLogits(x[:, DRAFTED], torch.tensor(DRAFTED), V) if drafted and on_host else RowLogits(x)
+
+    batch = bare_batch([(0, 0, 0)], V, masks=(lambda _, rows, token: allowed[rows]) if masked else None)
+    grower = BestFirst(Budget(9, 3, 4, 3, rerank), "deterministic", batch, [4], [COLD])
+    with patch.object(BestFirst, "_on_host", on_host):
+        return grower.grow(computed(np.zeros(1, dtype=np.int64)), lambda shape, rows, token: computed(rows))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("rerank", [False, True])
+@given(
+    seed=st.integers(0, 2**20),
+    broken=st.sampled_from([0.0, 0.1]),
+    masked=st.booleans(),
+    drafted=st.booleans(),
+)
+def test_the_host_grows_the_best_first_tree_that_the_device_grows(rerank, seed, broken, masked, drafted):
+    host, device = (grown_best_first(rerank, seed, broken, masked, drafted, on_host) for on_host in (True, False))
+    assert host.broken == device.broken
+    if not host.broken:
+        np.testing.assert_array_equal(host.shape.parent, device.shape.parent)
+        assert host.token.tolist() == device.token.tolist()
 
 
 def test_logits_are_not_written_to():

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from spec_lab.constrain.vocabulary import FastTokenizer
 from spec_lab.core.options import WrongOption
-from spec_lab.drafters.draft_layers import drafted_facts, over_all_tokens
+from spec_lab.drafters.draft_layers import drafted_facts
 from spec_lab.drafters.draft_model.retokenized import Retokenized, Tokens
 from spec_lab.models.gguf_tokenizer import PROBES
 from spec_lab.models.target import Target
-from spec_lab.propose.expansion import Computed, RowLogits
+from spec_lab.propose.expansion import Computed, DraftedLogits
 
 log = getLogger(__name__)
 
@@ -121,7 +121,7 @@ class SharedTokens(SameTokens):
         draft_logits = computed.logits
         self._target, self._draft = self._target.to(draft_logits.device), self._draft.to(draft_logits.device)
         shared = draft_logits if self.trimmed else draft_logits.index_select(1, self._draft)
-        return RowLogits.of(over_all_tokens(shared, self._target, self.vocabulary))
+        return DraftedLogits(shared, self._target, self.vocabulary)
 
     @property
     def rows(self) -> Tensor:

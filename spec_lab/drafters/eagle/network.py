@@ -134,8 +134,8 @@ class Eagle(FeatureNetwork):
         return x
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``."""
-        return x, self.token_logits(self.row_logits(x))
+        """Outputs ``[n, H]`` -> features ``[n, H]`` and logits of the drafted tokens ``[n, W]``."""
+        return x, self.row_logits(x)
 
     def toy(self, target: Target) -> Eagle:
         """The same kind of network with random weights, in the sizes of another target."""
@@ -156,6 +156,8 @@ class Eagle3(FeatureNetwork):
     """
 
     name = "eagle3"
+    norm_pair: Tensor | None
+    """``[2, H]`` weights of both norms, once fused."""
 
     def __init__(self, settings: Eagle3Settings) -> None:
         super().__init__()
@@ -177,6 +179,14 @@ class Eagle3(FeatureNetwork):
         if settings.draft_vocab_size is not None:
             self.lm_head = nn.Linear(h, settings.draft_vocab_size, bias=False, device="meta")
             self.ids = torch.arange(settings.draft_vocab_size)
+        self.register_buffer("norm_pair", None, persistent=False)
+
+    def fuse(self) -> None:
+        """See ``DrafterNetwork``. Both norms of the first layer's inputs are computed together."""
+        super().fuse()
+        first = self.body.layers[0].input_layernorm
+        if isinstance(first, nn.RMSNorm) and first.eps == self.hidden_norm.eps:
+            self.norm_pair = torch.stack([first.weight.detach(), self.hidden_norm.weight.detach()])
 
     def features(self, hidden: Tensor) -> Tensor:
         """The taps ``[n, k * H_t]`` -> features ``[n, H]``."""
@@ -195,10 +205,16 @@ class Eagle3(FeatureNetwork):
 
     def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Any = None) -> Tensor:
         """Inputs ``[b, N, 2H]`` at positions ``[b, N]`` -> outputs before the final norm ``[b, N, H]``."""
-        embedded, feature = x.split(self.settings.hidden_size, -1)
+        h = self.settings.hidden_size
+        embedded, feature = x.split(h, -1)
         rotation = self.body.rotate(x, positions)
-        first, normed = self.body.layers[0], self.hidden_norm(feature)
-        both = torch.cat([first.input_layernorm(embedded), normed], -1)
+        if self.norm_pair is None:
+            normed = self.hidden_norm(feature)
+            both = torch.cat([self.body.layers[0].input_layernorm(embedded), normed], -1)
+        else:
+            pair = nn.functional.rms_norm(x.unflatten(-1, (2, h)), (h,), None, self.hidden_norm.eps) * self.norm_pair
+            both = pair.flatten(-2)
+            normed = pair[..., 1, :]
         residual = normed if self.settings.norm_before_residual else feature
         hidden = self.body.rest(0, residual, self.body.attend(0, both, rotation, cache, mask))
         for layer in range(1, self.layers):
@@ -206,9 +222,9 @@ class Eagle3(FeatureNetwork):
         return hidden
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[n, H]`` -> features ``[n, H]`` and logits ``[n, V]``, -inf beyond the draft vocabulary."""
+        """Outputs ``[n, H]`` -> features ``[n, H]`` and logits of the draft vocabulary ``[n, W]``."""
         normed = x if self.settings.norm_output == "raw" else self.norm(x)
-        logits = self.token_logits(self.row_logits(normed))
+        logits = self.row_logits(normed)
         return (normed if self.settings.norm_output == "feedback" else x), logits
 
     def toy(self, target: Target) -> Eagle3:

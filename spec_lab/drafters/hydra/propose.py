@@ -182,7 +182,8 @@ class Hydra(TreeProposer):
         for sequence, kv in zip(sequences, kvs, strict=True):  # after a rewind, the last position is read again
             kv.truncate(min(len(kv), sequence.state.features.end - 1))
         new = [sequence.state.features.since(len(kv)) for sequence, kv in zip(sequences, kvs, strict=True)]
-        return self.lm.forward(kvs, [len(states) for states in new], torch.cat(new), timed)
+        last: Tensor = self.lm.forward(kvs, [len(states) for states in new], torch.cat(new), timed)
+        return last
 
 
 class HeadInput(NamedTuple):

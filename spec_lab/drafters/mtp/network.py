@@ -121,14 +121,14 @@ class Mtp(FeatureNetwork):
         return self._numbered(_chosen(outputs, number), number)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of ``forward`` -> features, which the next module reads, and logits ``[n, V]``."""
+        """Outputs of ``forward`` -> features, which the next module reads, and logits ``[n, W]`` of drafted tokens."""
         hidden, number = self._split(x)
         if self.settings.own_head:
             logits = _chosen([frame.head(hidden) for frame in self.frames], number)
         else:
             logits = self.row_logits(hidden)
         following = None if number is None else (number + 1).clamp(max=self.layers - 1)
-        return self._numbered(hidden, following), self.token_logits(logits)
+        return self._numbered(hidden, following), logits
 
     def toy(self, target: Target) -> Mtp:
         """The same kind of network with random weights, in the sizes of another target."""

@@ -113,7 +113,8 @@ class PEagleDrafter(ShiftedDrafter):
         masks = self.network.masks(max(1, levels - 1)).expand(len(active), -1, -1)
         timed = batch.clock.phase("propose_forward")
         outputs = self.lm.forward(kvs, x.split([len(new) for new in tokens]), masks, timed, before=1)
-        _, logits = self.network.outputs(outputs[:, :levels].flatten(0, 1))  # [A * levels, V]
+        _, drafted = self.network.outputs(outputs[:, :levels].flatten(0, 1))
+        logits = self.network.token_logits(drafted)  # [A * levels, V]
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             (level_row,) = upload(device, number[shape.root[rows]] * levels + shape.depth[rows])
