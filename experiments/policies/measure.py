@@ -42,16 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", nargs="*", default=["code", "json", "prose"], help="prompts at batch size 1")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 4, 16], help="batch sizes of all prompts mixed")
     parser.add_argument("--sampling", nargs="+", default=["greedy", "temperature_1"])
+    parser.add_argument("--arms", nargs="+", default=[*arms()], choices=[*arms()], help="fixed depths and policies")
+    parser.add_argument("--groups", type=int, default=4, help="groups of prompts of each batch size, at least (4)")
     chosen = parser.parse_args(arguments)
+    compared = {name: arm for name, arm in arms().items() if name in chosen.arms}
     for sampling in chosen.sampling:
         sampled = f"sampling={sampling}"
         if chosen.texts:
             texts = f"prompts={','.join(chosen.texts)}"
-            runs.sweep(chosen, chosen.out / f"{sampling}_texts", arms(), sampled, texts, "batch_size=1")
-        for size in chosen.sizes:  # four groups at least
-            more = argparse.Namespace(**vars(chosen) | {"limit": max(chosen.limit, 4 * size)})
+            runs.sweep(chosen, chosen.out / f"{sampling}_texts", compared, sampled, texts, "batch_size=1")
+        for size in chosen.sizes:
+            more = argparse.Namespace(**vars(chosen) | {"limit": max(chosen.limit, chosen.groups * size)})
             folder = chosen.out / f"{sampling}_mixed_{size}"
-            runs.sweep(more, folder, arms(), sampled, "prompts=bundled", f"batch_size={size}")
+            runs.sweep(more, folder, compared, sampled, "prompts=bundled", f"batch_size={size}")
 
 
 if __name__ == "__main__":
