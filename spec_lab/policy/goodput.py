@@ -15,7 +15,7 @@ from spec_lab.models.target import Target
 from spec_lab.policy import toys
 from spec_lab.policy.adaptive import check_pair
 from spec_lab.policy.costs import DraftCosts, Timing, TimingOptions, draft_costs
-from spec_lab.policy.levels import FIRST_WAIT, REQUEST_WAIT, Levels
+from spec_lab.policy.levels import FIRST_WAIT, LONGEST_WAIT, REQUEST_WAIT, Levels, expected
 from spec_lab.policy.policy import DraftOutcome, Policy
 from spec_lab.propose.stop_rules import RuleName, described, rule_of
 from spec_lab.propose.trees import TreeDepth
@@ -44,10 +44,11 @@ class Goodput(Policy):
     for each depth and context. What was seen long ago counts less, of the levels that are tried.
 
     Levels below the best depth (all, where drafting nothing is best) are tried again after a wait that doubles each
-    time (``Trial``), one level deeper (``FURTHER``), in one sequence. A trial pays if it emits more tokens per second
-    than the best depth can. Then one twice as deep follows at once, and what was known of deeper levels counts half. A
-    look-up that finds nothing is no trial: the next step tries again. All this follows from texts and outcomes, so that
-    drafts stay exact.
+    time (``Trial``), one level deeper (``FURTHER``): in the whole batch, whose sequences tell more together than the
+    first of them; where nothing is drafted, in one sequence, since the drafter computes first what it has not seen. A
+    trial pays if its step emits more tokens per second than the best depth would have. Then one twice as deep follows
+    at once, and what was known of deeper levels counts half. A look-up that finds nothing is no trial: the next step
+    tries again. All this follows from texts and earlier outcomes, so that drafts stay exact.
 
     Args:
         costs: measured.
@@ -140,8 +141,9 @@ class Goodput(Policy):
         )  # fmt: skip
 
     def toy_of_batch(self) -> Goodput:
-        """See ``Policy``."""
-        return replace(self.toy(), scope="run")
+        """See ``Policy``. The wait for a trial of both requests is that of ``toy`` for one."""
+        toy = self.toy()
+        return replace(toy, scope="run", share=2 * toy.share)
 
     def init(self, request: Request) -> Levels:
         """See ``Policy``."""
@@ -155,6 +157,8 @@ class Goodput(Policy):
             depths = [self._decided(state, [state], context) for state, context in zip(states, contexts, strict=True)]
             return [Limit(max(each), self.threshold) for each in depths]
         depth, tried = self._decided(self.shared, states, max(contexts))
+        if depth and tried:  # one sequence is not like the others, and its forward of the drafter hardly costs less
+            depth = tried
         limits = [Limit(depth, self.threshold)] * len(states)
         if tried > depth:
             limits[0] = Limit(tried, self.threshold)
@@ -165,7 +169,8 @@ class Goodput(Policy):
         trial, situation = known.trial, (len(states), context // GRAIN)
         if trial.depth is None or not trial.current or trial.situation != situation:
             depth = self.best(states, context)
-            if trial.depth not in (None, depth):
+            # Where the number of sequences changed the best depth, what is known of deeper levels is as good as before.
+            if trial.depth not in (None, depth) and trial.situation[0] == len(states):
                 trial.shorten(FIRST_WAIT)
             trial.depth, trial.current, trial.situation = depth, True, situation
         depth = trial.depth
@@ -176,7 +181,8 @@ class Goodput(Policy):
         limit = seconds[depth] + FURTHER * (seconds[deeper] - seconds[depth])
         while deeper < self.depth and seconds[deeper + 1] <= limit:
             deeper += 1
-        wait = trial.wait * max(0.0, seconds[deeper] / seconds[depth] - 1) / self.share
+        units = min(trial.wait * len(states), LONGEST_WAIT) if depth else trial.wait
+        wait = units * max(0.0, seconds[deeper] / seconds[depth] - 1) / self.share
         return depth, deeper if trial.at_once or trial.waited >= wait else 0
 
     def _seconds(self, live: int, grains: int) -> list[float]:
@@ -188,56 +194,66 @@ class Goodput(Policy):
 
     def best(self, states: Sequence[Levels], context: int = 0) -> int:
         """The depth with the most expected tokens per second for these sequences; the smallest of equal ones."""
-        run = self.shared.estimates([(self.prior, 1.0)], self.weight)
-        live, best, best_rate = len(states), 0, 0.0
+        live, run = len(states), self.shared.estimates(self.prior, self.weight)
         seconds = self._seconds(live, context // GRAIN)
-        each = [state.estimates(run, self.weight) for state in states]
-        paths, drafts = [1.0] * live, [1.0] * live
         tokens, spent = float(live), seconds[0]
-        for depth in range(self.depth + 1):
-            if depth:
-                paths = [path * levels[depth - 1][0] for path, levels in zip(paths, each, strict=True)]
-                drafts = [draft * levels[depth - 1][1] for draft, levels in zip(drafts, each, strict=True)]
-                tokens += sum(paths)
-                spent += max(0.0, seconds[depth] - seconds[depth - 1]) * sum(drafts) / live
+        best, best_rate = 0, tokens / spent
+        for depth, (reached, drafted) in enumerate(expected(states, run, self.weight), 1):
+            tokens += reached
+            spent += max(0.0, seconds[depth] - seconds[depth - 1]) * drafted / live
             if tokens / spent > best_rate * (1 + 1e-9):
                 best, best_rate = depth, tokens / spent
         return best
 
     def learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         """See ``Policy``."""
+        tried = [self._tried(outcome) for outcome in outcomes]
         if self.scope == "request":
-            for outcome in outcomes:
-                self._learn(outcome.state, [outcome])
+            for outcome, levels in zip(outcomes, tried, strict=True):
+                self._learn(outcome.state, [outcome], [levels])
             return
-        self._learn(self.shared, outcomes)
-        for outcome in outcomes:
-            if tried := self._tried(outcome):
-                outcome.state.age(self.memory, range(tried))
-                outcome.state.add(outcome)
+        self._learn(self.shared, outcomes, tried)
+        for outcome, levels in zip(outcomes, tried, strict=True):
+            if levels:
+                outcome.state.age(self.memory, range(levels))
+                outcome.state.add(outcome, levels)
 
     def _tried(self, outcome: DraftOutcome) -> int:
         """Return the levels that might be drafted."""
         return self.depth if outcome.limit.depth is None else min(outcome.limit.depth, self.depth)
 
-    def _learn(self, known: Levels, outcomes: Sequence[DraftOutcome]) -> None:
-        """Count the outcomes of a step, and note whether it was a trial."""
-        trial = known.trial
+    def _learn(self, known: Levels, outcomes: Sequence[DraftOutcome], tried: Sequence[int]) -> None:
+        """Count the outcomes of a step, whose drafts might have ``tried`` levels, and note whether it was a trial."""
+        trial, deepest = known.trial, max(tried)
         trial.waited += 1
-        tried = max(map(self._tried, outcomes))
-        if not tried:
+        if not deepest:
             return
-        known.age(self.memory, range(tried))
-        for outcome in outcomes:
-            depth = self.depth if trial.depth is None else trial.depth
-            # A rule may end a deeper draft before it is deeper; that is a trial all the same.
-            if self._tried(outcome) > depth and (outcome.drafted > depth or self.stop is not None):
-                seconds = self._seconds(*trial.situation)
-                paid = (outcome.accepted + 1) * seconds[depth] > (depth + 1) * seconds[max(depth, outcome.drafted)]
-                paid = paid and outcome.accepted > depth
-                trial.ended(paid)
-                if paid:
-                    for levels in {id(known): known, id(outcome.state): outcome.state}.values():
-                        levels.age(0.5, range(depth, self.depth))
-            known.add(outcome)
+        known.age(self.memory, range(deepest))
+        depth = self.depth if trial.depth is None else trial.depth
+        # A rule may end a deeper draft before it is deeper; that is a trial all the same.
+        if deepest > depth and (self.stop is not None or any(outcome.drafted > depth for outcome in outcomes)):
+            paid = self._paid(outcomes, depth, self._seconds(*trial.situation))
+            trial.ended(paid)
+            if paid:
+                deeper = {id(outcome.state): outcome.state for outcome in outcomes if outcome.accepted > depth}
+                for state in {id(known): known, **deeper}.values():
+                    state.age(0.5, range(depth, self.depth))
+        for outcome, levels in zip(outcomes, tried, strict=True):
+            known.add(outcome, levels)
         trial.current = False
+
+    @staticmethod
+    def _paid(outcomes: Sequence[DraftOutcome], depth: int, seconds: Sequence[float]) -> bool:
+        """Return whether a step emitted more tokens per second than the same drafts cut at a depth would have.
+
+        Args:
+            outcomes: of the step. A draft of fewer levels than others have costs as much less.
+            depth: at which drafts would have been cut.
+            seconds: ``[D + 1]`` of a step of these sequences, by the levels of each.
+        """
+        deepest = len(seconds) - 1  # forced tokens of a constraint may make a draft deeper
+        tokens = sum(outcome.accepted + 1 for outcome in outcomes)
+        spent = sum(seconds[min(outcome.drafted, deepest)] for outcome in outcomes)
+        fewer_tokens = sum(min(outcome.accepted, depth) + 1 for outcome in outcomes)
+        less_spent = sum(seconds[min(outcome.drafted, depth)] for outcome in outcomes)
+        return tokens > fewer_tokens and tokens * less_spent > fewer_tokens * spent

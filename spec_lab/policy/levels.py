@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from spec_lab.policy.policy import DraftOutcome
@@ -10,7 +10,8 @@ from spec_lab.policy.policy import DraftOutcome
 FIRST_WAIT, REQUEST_WAIT, LONGEST_WAIT = 1 / 8, 1 / 2, 4.0
 """Waits before a draft deeper than the best depth, in units of the wait that ``goodput.SHARE`` allows: the first one of
 a run and after the best depth has changed, the longest one after a request begins, and the longest one. Each wait is
-twice the one before."""
+twice the one before. Those for a trial of several sequences are so many times as long, up to the longest one: it tells
+as much as that many trials of one sequence."""
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Levels:
         trials, hits: ``[D]`` steps whose path had reached the level above, and those in which it reached this one.
         begun, drawn: ``[D]`` steps that had drafted the level above, and those that drafted this one.
         trial: of a depth beyond the best one.
+        tried: levels that were ever tried; of those below nothing is known.
     """
 
     trials: list[float]
@@ -63,6 +65,7 @@ class Levels:
     begun: list[float]
     drawn: list[float]
     trial: Trial = field(default_factory=Trial)
+    tried: int = 0
 
     @staticmethod
     def none(depth: int) -> Levels:
@@ -72,7 +75,7 @@ class Levels:
     def clear(self) -> None:
         """Know nothing again."""
         self.age(0.0, range(len(self.trials)))
-        self.trial = Trial()
+        self.trial, self.tried = Trial(), 0
 
     def age(self, memory: float, levels: range) -> None:
         """Let what is known of some levels count less."""
@@ -80,11 +83,10 @@ class Levels:
             for level in levels:
                 counts[level] *= memory
 
-    def add(self, outcome: DraftOutcome) -> None:
-        """Count an outcome."""
-        for level in range(
-            len(self.trials) if outcome.limit.depth is None else min(outcome.limit.depth, len(self.trials))
-        ):
+    def add(self, outcome: DraftOutcome, tried: int) -> None:
+        """Count an outcome of a draft that might have ``tried`` levels."""
+        self.tried = max(self.tried, tried)
+        for level in range(tried):
             if outcome.accepted >= level:
                 self.trials[level] += 1
                 self.hits[level] += outcome.accepted > level
@@ -92,17 +94,43 @@ class Levels:
                 self.begun[level] += 1
                 self.drawn[level] += outcome.drafted > level
 
-    def estimates(self, prior: Sequence[tuple[float, float]], weight: float) -> list[tuple[float, float]]:
-        """For each level the probabilities that a path goes on to it, and that it is drafted.
+    def estimates(self, prior: float, weight: float) -> list[tuple[float, float]]:
+        """Return for each level the probabilities that a path goes on to it, and that it is drafted.
 
         Args:
-            prior: for each level; a single one: the first level's, and each further level starts from the one above.
+            prior: probability that a path goes on to the first level; each further level starts from the one above.
             weight: of the prior, in steps.
         """
         estimates: list[tuple[float, float]] = []
-        for level, (trials, hits, begun, drawn) in enumerate(
-            zip(self.trials, self.hits, self.begun, self.drawn, strict=True)
-        ):
-            reach, draft = prior[level] if len(prior) > 1 else (estimates[-1] if estimates else prior[0])
-            estimates.append(((hits + weight * reach) / (trials + weight), (drawn + weight * draft) / (begun + weight)))
+        reach, draft = prior, 1.0
+        for trials, hits, begun, drawn in zip(self.trials, self.hits, self.begun, self.drawn, strict=True):
+            reach, draft = (hits + weight * reach) / (trials + weight), (drawn + weight * draft) / (begun + weight)
+            estimates.append((reach, draft))
         return estimates
+
+
+def expected(
+    states: Sequence[Levels], run: Sequence[tuple[float, float]], weight: float
+) -> Iterator[tuple[float, float]]:
+    """Yield for each level how many of the sequences are expected to reach it, and how many to draft it.
+
+    The estimates of each sequence begin with those of the run and move to its own. A level that no sequence has tried
+    costs no more time for many sequences than for one.
+
+    Args:
+        states: ``[B]`` of the sequences.
+        run: ``[D]`` the run's ``estimates``.
+        weight: of the run's estimates, in steps.
+    """
+    reached = drafted = float(len(states))
+    paths, drafts = [1.0] * len(states), [1.0] * len(states)
+    tried = max(state.tried for state in states)
+    for level, (reach, draft) in enumerate(run):
+        if level < tried:
+            for number, state in enumerate(states):
+                paths[number] *= (state.hits[level] + weight * reach) / (state.trials[level] + weight)
+                drafts[number] *= (state.drawn[level] + weight * draft) / (state.begun[level] + weight)
+            reached, drafted = sum(paths), sum(drafts)
+        else:
+            reached, drafted = reached * reach, drafted * draft
+        yield reached, drafted

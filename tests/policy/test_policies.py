@@ -179,11 +179,46 @@ def test_a_trial_is_deeper_where_the_first_row_costs_most():
     assert {play(policy, [state], [0], step)[0].depth for step in range(100)} == {0, 3}
 
 
-def test_a_trial_drafts_for_one_sequence_of_a_batch():
+def test_where_nothing_is_drafted_a_trial_drafts_for_one_sequence_of_a_batch():
     policy = Goodput(COSTLY, 4, Levels.none(4))
     states = [policy.init(None) for _ in range(4)]
     limits = [[limit.depth for limit in play(policy, states, [0] * 4, step)] for step in range(40)]
     assert {tuple(depths) for depths in limits} == {(0, 0, 0, 0), (1, 0, 0, 0)}
+
+
+STEEP = DraftCosts({200: {1: {0: 1.0, 1: 1.2, 4: 2.4}, 4: {0: 2.0, 1: 2.4, 4: 4.8}}})
+"""Where the first level is always accepted and the second never, one level is best: 2 / 1.2 tokens per second."""
+
+
+def test_where_a_batch_drafts_a_trial_is_of_all_its_sequences_and_comes_as_many_times_later():
+    policy = Goodput(STEEP, 4, Levels.none(4))
+    states = [policy.init(None) for _ in range(4)]
+    limits = [[limit.depth for limit in play(policy, states, [1] * 4, step)] for step in range(300)]
+    assert {tuple(depths) for depths in limits} == {(1, 1, 1, 1), (2, 2, 2, 2)}
+    deeper = np.flatnonzero([depths[0] == 2 for depths in limits]).tolist()
+    assert deeper == [1, 17, 52, 120, 255], "step 1 is no trial; the waits are 4 x 1/8, 1/4, ... of 33 steps"
+
+
+@pytest.mark.parametrize(("accepts", "pays"), [([2, 2, 1, 1], False), ([2, 2, 2, 1], True)])
+def test_a_trial_of_a_batch_pays_by_the_tokens_of_all_its_sequences(accepts, pays):
+    """10 or 11 tokens in 3.2 s, against 8 in 2.4 s."""
+    policy = Goodput(STEEP, 4, Levels.none(4))
+    states = [policy.init(None) for _ in range(4)]
+    for step in range(17):
+        play(policy, states, [1] * 4, step)
+    assert [limit.depth for limit in play(policy, states, accepts, 17)] == [2] * 4
+    assert policy.shared.trial.at_once == pays
+
+
+def test_a_depth_that_follows_the_number_of_sequences_does_not_shorten_the_wait():
+    """One sequence drafts four levels where four draft none."""
+    costs = DraftCosts({200: {1: {0: 1.0, 4: 1.2}, 4: {0: 2.0, 4: 12.0}}})
+    policy = Goodput(costs, 4, Levels.none(4))
+    states = [policy.init(None) for _ in range(4)]
+    policy.shared.trial.wait = 4.0
+    depths = [policy.decide(batch(live), states[:live])[-1].depth for live in (4, 1, 4, 1)]
+    assert depths == [0, 4, 0, 4]
+    assert policy.shared.trial.wait == 4.0
 
 
 def test_a_look_up_that_finds_nothing_is_no_trial():

@@ -27,7 +27,7 @@ from spec_lab.policy.thresholds import Threshold
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.stop_rules import AdaEdl, Confidence, Svip
 from spec_lab.tasks.certify.certificate import prove
-from spec_lab.tasks.certify.instances import LOOPS, QUICK
+from spec_lab.tasks.certify.instances import LOOPS, QUICK, TOGETHER
 from spec_lab.verify import Token, Traversal
 from tests.tasks.certify.test_exact import best_of, draft_model, early_exit, kangaroo, require_exact, skip
 
@@ -102,6 +102,12 @@ def test_toys_have_drafts_that_a_policy_cuts_and_whole_ones(policy, monkeypatch)
 @pytest.mark.parametrize("policy", ["adaedl", "gain", "heuristic"])
 def test_policies_are_exact_with_traversal_verification(policy):
     require_exact(prove(adapt(PROPOSERS["tree"], POLICIES[policy]), Traversal(), QUICK))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("instance", TOGETHER, ids=str)
+def test_goodput_is_exact_for_two_requests_that_share_it(instance):
+    require_exact(prove(adapt(PROPOSERS["chain"], POLICIES["goodput"]), Token(), [instance]))
 
 
 def test_a_policy_of_parts_is_exact():
