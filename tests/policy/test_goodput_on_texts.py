@@ -107,9 +107,12 @@ def test_goodput_has_0_95_of_the_best_fixed_depth(costs, text):
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("size", [4, 16])
 def test_goodput_has_0_95_of_the_best_fixed_depth_in_batches(costs, mix, size):
-    """Eight groups of 64 tokens for each text, as in ``experiments/policies``."""
-    random = np.random.default_rng(0)
-    texts = [made_up(0.0, 1, MIXES[mix][number % 3], 1.0, random, 64) for number in range(8 * size)]
-    groups = [texts[start : start + size] for start in range(0, len(texts), size)]
-    share, _ = share_of_best(groups, DraftCosts({200: BATCH_COSTS[costs]}))
-    assert share >= 0.95
+    """The mean of three runs. Eight groups of 64 tokens for each text, as in ``experiments/policies``."""
+    shares = []
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        texts = [made_up(0.0, 1, MIXES[mix][number % 3], 1.0, random, 64) for number in range(8 * size)]
+        groups = [texts[start : start + size] for start in range(0, len(texts), size)]
+        share, _ = share_of_best(groups, DraftCosts({200: BATCH_COSTS[costs]}))
+        shares.append(share)
+    assert np.mean(shares) >= 0.95
