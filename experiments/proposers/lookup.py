@@ -78,7 +78,7 @@ def measure(proposer: Suffix, text: list[int], start: int, steps: int, evict: np
         evict: what is read between lookups, to displace the index from the CPU's caches as a forward would.
     """
     sequence = SimpleNamespace(tokens=text[:start], state=proposer.init(None))
-    batch: Any = SimpleNamespace(sequences=[sequence], device="cpu", room=lambda: [99])
+    batch: Any = SimpleNamespace(sequences=[sequence], device="cpu", room=lambda: [99], recorded=False)
     proposer.scores(batch)  # indexes the text so far
     seconds, at = [], start
     for _ in range(steps):
