@@ -49,6 +49,16 @@ def test_weights_are_rounded_to_the_next_level(kind, shape):
     assert ((levels * scales.float() - weight.view(shape)).abs() <= 0.501 * scales.float()).all()
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_openvino_multiplies_by_the_rounded_weights(kind):
+    openvino = pytest.importorskip("openvino")
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    result = openvino.opset13.result(openvino_llama.matrix(weight, kind))
+    levels, scales = openvino_llama.quantized(weight, kind)
+    product = openvino.compile_model(openvino.Model([result], []), "CPU")([])[0]
+    assert (torch.from_numpy(product).view(levels.shape) - levels * scales.float()).abs().max() < 1e-2
+
+
 def test_steps_take_turns_and_are_timed_so_often():
     calls = []
     taken = whole_step.milliseconds([lambda: calls.append(0), lambda: calls.append(1)], 4)

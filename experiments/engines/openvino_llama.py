@@ -1,6 +1,8 @@
 """A step of a Llama in OpenVINO's operators, for ``whole_step``: from token ids and a KV cache to logits.
 
-The KV cache is torch's memory, read where it is. Importing this module does not require openvino.
+The KV cache is torch's memory, read where it is. Before products with int8 and int4 weights OpenVINO rounds activations
+to 8 bits, in groups of 32 (its default of DYNAMIC_QUANTIZATION_GROUP_SIZE). Importing this module does not require
+openvino.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ def matrix(weight: Tensor, kind: str) -> Any:
     levels, scales = quantized(weight, kind)
     if kind == "int8":
         return op.convert(op.multiply(op.convert(constant(levels), "f16"), constant(scales)), "f32")
-    packed = Constant(openvino.Type.i4, openvino.Shape(list(levels.shape)), levels.flatten().tolist())
-    blocks = op.multiply(op.convert(packed, "f16"), constant(scales))
+    low, high = levels.flatten().view(-1, 2).bitwise_and(15).unbind(1)  # a byte's low half holds the first of two
+    packed = openvino.Tensor((low + high * 16).numpy().view(np.uint8), list(levels.shape), openvino.Type.i4)
+    blocks = op.multiply(op.convert(Constant(packed, shared_memory=False), "f16"), constant(scales))
     return op.convert(op.reshape(blocks, list(weight.shape), False), "f32")
 
 
@@ -87,7 +90,7 @@ class Decoder:
     Args:
         model: of transformers, in float32.
         linears: its ``matrices``.
-        precision: of activations and of the KV cache, one of ``DTYPES``.
+        precision: of activations between products, and of the KV cache, one of ``DTYPES``.
         positions: how many it knows.
     """
 
