@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from spec_lab.cli.redaction import overrides_of
 from spec_lab.cli.refusals import Refused, reason
 from spec_lab.core.options import WrongOption, brief
 from spec_lab.models import ranks
+from spec_lab.models.hub_name import check_folder_or_name
 from spec_lab.results import run_names
 
 STREAM, RECOMMEND = "spec_lab.tasks.stream.stream", "spec_lab.tasks.recommend.recommend"
@@ -47,6 +49,8 @@ WITHOUT = {
 """Name and ``_target_`` of a part in its simplest form."""
 
 GGUF, SMOLLM2 = "spec_lab.models.gguf.load", "spec_lab.models.smollm2.load"
+TARGET = "spec_lab.models.target.Target.load"
+PROMPT_FILES = ("spec_lab.text.prompts.jsonl", "spec_lab.text.conversations.chat")
 REQUIRE_TRANSFORMERS = {
     "task": ("spec_lab.tasks.train",
              "drafters learn from the hidden states of a model of transformers"),
@@ -202,6 +206,24 @@ def check_texts(config: DictConfig) -> None:
             check_source(given["answers_from"], given.get("generate"), given.get("answers", 1))
     except WrongOption as error:
         raise Refused(f"spec_lab: {qualified(str(error), 'task', given)}") from error
+
+
+def check_files(config: DictConfig) -> None:
+    """Refuse a file of prompts and a target that are not there, before torch is imported.
+
+    Raises:
+        Refused: names the option.
+    """
+    prompts, target = (config[part] if OmegaConf.is_dict(config.get(part)) else {} for part in ("prompts", "target"))
+    path = prompts.get("path")
+    if prompts.get("_target_") in PROMPT_FILES and isinstance(path, str) and path and not os.path.exists(path):
+        raise Refused(f"spec_lab: prompts file {path} does not exist; set prompts.path to a JSONL file")
+    path = target.get("path")
+    if target.get("_target_") == TARGET and isinstance(path, str) and path and not path.endswith(".gguf"):
+        try:
+            check_folder_or_name(path)
+        except OSError as error:
+            raise Refused(f"spec_lab: target.path={path}: {reason(error)}") from error
 
 
 def drop_unused(config: DictConfig) -> None:

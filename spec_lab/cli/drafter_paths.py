@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from spec_lab.cli.config_checks import GGUF, SMOLLM2
+from spec_lab.cli.config_checks import GGUF, SMOLLM2, TARGET
 from spec_lab.cli.declarations import declared, package_sources, parts, qualified
 from spec_lab.core.options import DraftedTokens, DrafterPath, WrongOption, bound_of
-from spec_lab.drafters.pairs import check_pair
+from spec_lab.drafters.pairs import check_kind, check_pair
 from spec_lab.models.configs import ModelSizes, model_sizes
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.hub import CheckpointFiles, open_checkpoint, open_drafter
@@ -26,7 +26,6 @@ from spec_lab.models.smollm2 import smollm2_file
 LOG = logging.getLogger(__name__)
 
 B = TypeVar("B")
-TARGET = "spec_lab.models.target.Target.load"
 
 
 class Named(NamedTuple):
@@ -89,6 +88,7 @@ def _opened(drafter: Named, sizes: ModelSizes | None) -> CheckpointFiles:
     path, revision, kind = drafter.path, drafter.options.get("revision"), drafter.kind
     if not kind.model:
         files, fields = open_drafter(path, kind.what, revision, kind.converts)
+        check_kind(kind, fields)
         if sizes is not None:
             check_pair(kind, fields, sizes)
         return files

@@ -34,7 +34,7 @@ from spec_lab.cli.bundled import PACKAGE, check_installed, choices, conf, zoo
 from spec_lab.cli.config_checks import PARTS_RENAMED, groups, renamed, top_level_options
 from spec_lab.cli.config_source import check_config_files
 from spec_lab.cli.jobs import job
-from spec_lab.cli.misspelt import Composer, of_choice, suggestion
+from spec_lab.cli.misspelt import Composer, of_choice, suggestion, undashed
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
 from spec_lab.cli.refusals import reason
@@ -109,10 +109,12 @@ def check_overrides(arguments: Sequence[str]) -> None:
     """Check overrides for which Hydra would print a traceback or an unclear message.
 
     Raises:
-        ValueError: an option was renamed; an override is not readable; the value of a config group is empty, null, a
-            number or a bool; a file that it names in ``--config-dir`` cannot be composed; a number of workers is not
-            a whole number. The message names the option or the file.
+        ValueError: an option is written with dashes, or was renamed; an override is not readable; the value of a config
+            group is empty, null, a number or a bool; a file that it names in ``--config-dir`` cannot be composed; a
+            number of workers is not a whole number. The message names the option or the file.
     """
+    if message := undashed(arguments, get_args_parser()._option_string_actions):
+        raise ValueError(message)
     files = {*groups(), "experiment"}
     bundled = not re.search(r"^(--config-|-c[dnp]\b|\+*hydra\.searchpath)", "\n".join(arguments), re.MULTILINE)
     folders = [folder for _, folder in re.findall(r"^(--config-dir|-cd)[=\n](.+)$", "\n".join(arguments), re.MULTILINE)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -54,6 +54,27 @@ class Composer(NamedTuple):
 
     compose: Callable[[list[str]], DictConfig]
     choices: Callable[[str], list[str]]
+
+
+def undashed(arguments: Sequence[str], flags: Collection[str]) -> str:
+    """Return how options that were written as in vLLM ("--proposer ngram") are written here; empty where none was.
+
+    Args:
+        arguments: of the command line.
+        flags: that Hydra knows, and beginnings of which it accepts.
+    """
+    wrong, options = [], []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = argument.partition("=")
+        if not re.fullmatch(r"--[A-Za-z][\w.-]*", flag) or any(known.startswith(flag) for known in flags):
+            continue
+        if not equals and re.fullmatch(r"[\w./:][\w./:-]*", following):
+            value = following
+        name = flag[2:].replace("-", "_")
+        wrong.append(flag)
+        options.append(f"{ELSEWHERE.get(name, name)}={value or 'VALUE'}")
+    none = "is no flag" if len(wrong) == 1 else "are no flags"
+    return f"{', '.join(wrong)} {none}: options are written without dashes: {' '.join(options)}" if wrong else ""
 
 
 def suggestion(error: HydraException, overrides: Sequence[str], composer: Composer) -> str:

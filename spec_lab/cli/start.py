@@ -26,16 +26,19 @@ from spec_lab.cli.build import (
     task,
     under_policy,
 )
+from spec_lab.cli.bundled import zoo
 from spec_lab.cli.config_checks import (
     CHECK,
     RECOMMEND,
     check_drawing,
+    check_files,
     check_gguf,
     check_metrics,
     check_options,
     check_policy,
     check_texts,
     check_torchrun,
+    chosen,
     drop_unused,
 )
 from spec_lab.cli.declarations import qualified
@@ -190,7 +193,9 @@ def _prepare(
         check_tried(config)
     except (OSError, ValueError) as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
-    LOG.info("Loading target %s", shown["target"].get("path") or shown["target"]["_target_"])
+    named = shown["target"].get("path")
+    bundled = named == zoo("target")
+    LOG.info("Loading %s", "the bundled target" if bundled else f"target {named or chosen('target', '')}".strip())
     target = with_written_name(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
@@ -226,6 +231,8 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None,
         from spec_lab.cli.check import check_parts  # what a run needs besides takes a while to import
 
         return check_parts(config)
+    if overrides is None:  # a sweep's runs are refused as they begin, when torch is imported already
+        check_files(config)
     with Status():
         LOG.info("Importing torch")
         import torch

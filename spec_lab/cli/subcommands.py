@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -47,7 +48,10 @@ def _check_there(folders: Sequence[Path]) -> None:
     """Refuse folders that do not exist, before anything is imported that takes a while."""
     for folder in folders:
         if not folder.exists():
-            raise ValueError(f"{folder} does not exist: name the output directory of a run or sweep")
+            beside = [each.name for each in folder.absolute().parent.glob("*") if each.is_dir()]
+            near = get_close_matches(folder.name, beside, 1)
+            meant = f"; did you mean {folder.parent / near[0]}?" if near else ""
+            raise ValueError(f"{folder} does not exist: name the output directory of a run or sweep{meant}")
 
 
 def _for_each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
@@ -129,10 +133,12 @@ def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
 def _compare(given: argparse.Namespace, console: Console) -> int:
     """Compare runs or sweeps, and print which differences are significant."""
     _check_there(given.folders)
-    from spec_lab.analysis.compare import as_frame, compare
-    from spec_lab.analysis.console import show
-    from spec_lab.analysis.report import write_comparison
-    from spec_lab.analysis.results.comparison import result
+    with Status():
+        LOG.info("Importing matplotlib")
+        from spec_lab.analysis.compare import as_frame, compare
+        from spec_lab.analysis.console import show
+        from spec_lab.analysis.report import write_comparison
+        from spec_lab.analysis.results.comparison import result
 
     if not 0 < given.level < 1:
         raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
@@ -231,7 +237,9 @@ def _report(given: argparse.Namespace, console: Console) -> int:
     """Write report.html and figures (PNG, SVG) into the directory of a run of any task, or of a sweep."""
 
     def report(folder: Path) -> int:
-        from spec_lab.analysis.report import write
+        with Status():
+            LOG.info("Importing matplotlib")
+            from spec_lab.analysis.report import write
 
         say(console, f"{write(folder)}, and figures in the same folder")
         return 0 if run_state.is_run(folder) else _unreadable(folder)

@@ -28,10 +28,15 @@ BAR_WIDTH = 10
 
 
 class Repeated:
-    """A context manager that calls a function every ``SECONDS`` from a thread of its own."""
+    """A context manager that calls a function again and again from a thread of its own.
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call, self.ended = call, Event()
+    Args:
+        call: the function.
+        seconds: time between two calls; None: ``SECONDS``.
+    """
+
+    def __init__(self, call: Callable[[], object], seconds: float | None = None) -> None:
+        self.call, self.seconds, self.ended = call, seconds, Event()
         self.thread = Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Repeated:
@@ -42,7 +47,7 @@ class Repeated:
         self.ended.set()
 
     def _run(self) -> None:
-        while not self.ended.wait(SECONDS):
+        while not self.ended.wait(self.seconds or SECONDS):
             self.call()
 
 

@@ -14,6 +14,25 @@ INSIDE = ("transformer_layer_config", "eagle_config", "dflash_config")
 LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids", "exit_layer")
 """Fields that name layers, or hidden states between layers, of the target: in every convention at most L."""
 
+FAMILIES = {
+    "hydra_num_heads": ("Hydra heads", "hydra"),
+    "medusa_num_heads": ("Medusa heads", "medusa"),
+    "medusa_num_layers": ("Medusa heads", "medusa"),
+    "trunk_size": ("Medusa heads", "medusa"),
+}
+"""Fields that the configs of one kind of drafter alone have: its ``DrafterPath.what``, and the name of its proposer."""
+
+
+def check_kind(kind: DrafterPath, config: Mapping[str, Any]) -> None:
+    """Refuse a drafter of another kind, as far as its config tells.
+
+    Raises:
+        ValueError: names the field, and the proposer of this kind.
+    """
+    for field, (what, proposer) in FAMILIES.items():
+        if field in config and what != kind.what:
+            raise ValueError(f"its config.json has {field}: these are {what}, not {kind.what}: set proposer={proposer}")
+
 
 def check_pair(kind: DrafterPath, config: Mapping[str, Any], target: ModelSizes) -> None:
     """Refuse a drafter for a target of other sizes.

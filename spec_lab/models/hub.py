@@ -8,7 +8,6 @@ safetensors if they fit on the disk. Pickles are downloaded for ``spec-lab conve
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ from spec_lab.core.options import WrongOption, brief
 from spec_lab.models import checkpoint
 from spec_lab.models.checkpoint import INDEX, SINGLE
 from spec_lab.models.gguf_checkpoint import dequantised
+from spec_lab.models.hub_name import HUB_NAME, check_folder_or_name
 
 LOG = logging.getLogger(__name__)
 
 CONFIG = "config.json"
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 TIMEOUT = 30.0
 """Time that the hub has to list a repository's files, in seconds."""
 
@@ -70,9 +69,7 @@ class CheckpointFiles:
             if revision is not None:
                 raise WrongOption(f"revision is of a hub name, but {path} is a local folder: set revision=null")
             return CheckpointFiles(path, Path(path))
-        if not HUB_NAME.fullmatch(path):
-            hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
-            raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
+        check_folder_or_name(path)
         sizes = None
         try:
             if not is_offline_mode():

@@ -53,8 +53,11 @@ def chosen(device: str, dtype: str, on_several: bool, quantized: bool) -> tuple[
     return device, dtype
 
 
-def device_of(name: str | int) -> torch.device:
+def device_of(name: str | int, instead: str = "set target.device=cpu") -> torch.device:
     """Return the torch device of a name, or of a GPU's number.
+
+    Args:
+        instead: what to do where this machine has no such GPU, for the message.
 
     Raises:
         ValueError: an unknown device, or one that this machine does not have.
@@ -67,7 +70,7 @@ def device_of(name: str | int) -> torch.device:
         raise ValueError(f"device {name!r} is not supported; choose cpu, cuda or cuda:N")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         seen = torch.cuda.device_count()
-        raise ValueError(f"device {name!r} was requested, but this torch sees {seen or 'no'} GPU; use device=cpu")
+        raise ValueError(f"device {name!r} was requested, but this torch sees {seen or 'no'} GPU; {instead}")
     return where
 
 
@@ -196,7 +199,7 @@ def check_device_map(model: Any, device_map: Any) -> None:
         if device in ("disk", "meta"):
             raise ValueError(f"target.device_map puts {module or 'the model'} on {device}, not on cpu or cuda:N")
         try:
-            device_of(device)
+            device_of(device, "choose cpu, or a GPU that there is")
         except ValueError as error:
             raise ValueError(f"target.device_map, {module or 'the whole model'}: {error}") from error
     if wrong := [module for module in device_map if module not in dict(model.named_modules())]:

@@ -16,7 +16,8 @@ from huggingface_hub import HfApi, hf_hub_download, is_offline_mode
 from spec_lab.core.options import Count, Filled, WrongOption, brief
 from spec_lab.core.options import checked as check_arguments
 from spec_lab.models.checkpoint import one_line
-from spec_lab.models.hub import HUB_NAME, TIMEOUT
+from spec_lab.models.hub import TIMEOUT
+from spec_lab.models.hub_name import HUB_NAME
 from spec_lab.text.conversations import ChatOptions, chat_options, turns_of
 from spec_lab.text.prompts import Prompt
 from spec_lab.text.records import MAX_FILE, records, text_of, word

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.compare import compare
+from spec_lab.analysis.compare.changes import fewest_units
 from spec_lab.analysis.console import WIDE, show
 from spec_lab.analysis.results.comparison import result
 from spec_lab.core.request import BROKEN
@@ -156,8 +157,16 @@ def test_on_few_groups_nothing_is_tested(tmp_path):
     assert words(comparison)["speedup_geometric_mean"] == words(comparison)["tau_pooled"] == "too few"
     assert comparison.tested == 0 and "; too few prompts to test" in shown(comparison)
     assert "7 prompts, 8 needed" in shown(comparison)
+    assert "No change could be tested: at least 8 prompts" in " ".join(shown(comparison).split())
     two = [write(tmp_path / name, 2 * taus(2) * noise(2, seed)) for seed, name in enumerate("cd")]
     assert words(compare(two, level=0.999999))["speedup_geometric_mean"] == "too few"
+
+
+def test_where_the_number_of_changes_requires_more_prompts_than_there_are_none_is_said_to_be_tested(tmp_path):
+    comparison = compare([write(tmp_path / "a", taus(8)), write(tmp_path / "b", 2 * taus(8))], level=0.999)
+    text = " ".join(shown(comparison).split())
+    assert comparison.tested and "; too few prompts to test" in text and "Significant:" not in text
+    assert f"at least {fewest_units(comparison.tested, 0.999)} prompts (for speed: groups) are needed" in text
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 import spec_lab.cli.main  # noqa: F401  registers the resolvers of configs
 from spec_lab.cli.build import build, rebuilt
 from spec_lab.cli.bundled import conf
+from spec_lab.cli.bundled import zoo as bundled
 from spec_lab.cli.drafter_paths import check_drafters
 from spec_lab.cli.start import check_tried
 from spec_lab.core.options import WrongOption
@@ -127,6 +128,15 @@ def test_a_file_of_tokens_must_exist(hub, tiny, tmp_path):
     assert not hub.downloads()
     file.write_text("1\n")
     check(tiny, *head, f"proposer.tokens='{file}:30'")
+
+
+def test_a_drafter_of_another_kind_is_refused_with_the_proposer_that_reads_it(hub, tiny):
+    for folder, why in (
+        (tiny / "hydra", r"hydra_num_heads: these are Hydra heads, not an EAGLE head: set proposer=hydra"),
+        (bundled("medusa"), r"trunk_size: these are Medusa heads, not an EAGLE head: set proposer=medusa"),
+    ):
+        with pytest.raises(ValueError, match=rf"^proposer\.path=.*: its config\.json has {why}$"):
+            check(tiny, "proposer=eagle", f"proposer.path={folder}")
 
 
 def test_paths_and_revisions_that_are_not_there_are_refused_with_their_option(hub, tiny, tmp_path):

@@ -273,9 +273,30 @@ def test_a_folder_that_does_not_exist_is_refused_before_anything_heavy_is_import
     assert code == 1 and errors.startswith(f"spec_lab: {words.split()[1]} does not exist: ")
 
 
+def test_a_folder_that_does_not_exist_is_answered_with_the_nearest_beside_it(cli, tmp_path):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first.txt").touch()
+    assert "; did you mean runs/first?" in cli("report", "runs/frist")[2]
+    assert "did you mean" not in cli("report", "runs/zzz")[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["prompts=jsonl", "prompts.path=none.jsonl"], "prompts file none.jsonl does not exist; set prompts.path"),
+        (["prompts=chat", "prompts.path=none.jsonl"], "prompts file none.jsonl does not exist; set prompts.path"),
+        (["target.path=nowhere"], "target.path=nowhere: there is no folder nowhere, and it is not a hub name"),
+    ],
+)
+def test_files_that_are_not_there_are_refused_before_torch_is_imported(cli, monkeypatch, given, message):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, errors = cli(*given, "output_dir=here")
+    assert code == 1 and f"spec_lab: {message}" in errors
+
+
 def test_prompts_of_several_turns_are_refused_before_the_target_is_loaded(cli, caplog):
     given = ["task=check_drafter", "proposer=ngram", "prompts=mt_bench", "prompts.limit=1"]
-    code, _, errors = cli(*given, "target.path=/nowhere", "output_dir=here")
+    code, _, errors = cli(*given, "target.path=.", "output_dir=here")
     assert code == 1 and "task=check_drafter decodes one answer" in errors and "set prompts.turns=1" in errors
     said = [record.getMessage() for record in caplog.records if record.name.startswith("spec_lab")]
     assert said == ["Importing torch", "Importing transformers"]
@@ -327,9 +348,9 @@ def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
         ),
         (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: "),
         (["target.path=/nowhere"], "target.path=/nowhere: "),
-        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' "),
+        (["target.path=.", "verifier=gumbel"], "proposer: verifier 'gumbel' "),
         (
-            ["target.path=/nowhere", "proposer=draft_chain", "+proposer@arms.tree=draft_tree", "verifier=kseq"],
+            ["target.path=.", "proposer=draft_chain", "+proposer@arms.tree=draft_tree", "verifier=kseq"],
             "arms.tree: verifier 'kseq' ... iid",
         ),
         (["sampling.logit_bias={99999: 1.0}"], "sampling.logit_bias names token 99999 ... tokens 0 to"),

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 
 from spec_lab.cli.commands import command
 from spec_lab.cli.config_checks import check_options
 from spec_lab.cli.main import check_composition, check_overrides, conf
+from spec_lab.cli.misspelt import undashed
 from spec_lab.cli.refusals import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,12 +61,21 @@ def check(arguments):
         ("+seed=3", ": seed=3"),
         ("+proposer=ngram", ": proposer=ngram"),
         ("seed=1 proposer.depth = 2", "without spaces"),
+        ("--proposer ngram", "options are written without dashes: proposer=ngram"),
+        ("--proposer=ngram --num-speculative-tokens 5 --seed", "dashes: proposer=ngram proposer.depth=5 seed=VALUE"),
+        ("--proposer.depth=5", "options are written without dashes: proposer.depth=5"),
     ],
 )
 def test_what_was_meant_is_said_in_one_line(overrides, meant):
     with pytest.raises(ValueError) as refused:
         check(overrides.split())
     assert meant in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_flags_and_their_beginnings_are_no_options_with_dashes():
+    flags = get_args_parser()._option_string_actions
+    given = "--multirun --cfg job --config-dir=mine --config-name other --multi --resolve -m seed=1 --hydra-help"
+    assert undashed(given.split(), flags) == ""
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,19 @@ def test_on_a_terminal_each_message_replaces_the_previous_one_and_none_remains(m
     assert screen.getvalue() == f"{CLEAR}Loading {'x' * 17} ...{CLEAR}Self-check ...{CLEAR}"
 
 
+def test_on_a_terminal_the_seconds_of_a_long_step_are_shown_and_nothing_after_it(monkeypatch):
+    monkeypatch.setattr("tqdm.tqdm._instances", ())
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    with Status() as status:
+        LOG.info("Self-check %s", "x" * 50)
+        status.began -= 75
+        status.redraw()
+    status.redraw()
+    _, again, end = screen.getvalue().split(CLEAR)[1:]
+    assert again == f"Self-check {'x' * 7} ... (75 s)" and len(again) < 30 and end == ""
+
+
 def test_without_a_terminal_the_last_message_is_printed_again_and_again(monkeypatch):
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     printed = Event()

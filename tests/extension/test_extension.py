@@ -106,7 +106,7 @@ def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_
 
 
 def test_a_tree_for_a_verifier_of_chains_is_refused_by_its_config_s_name_before_weights_are_read(flat_cli, tmp_path):
-    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=draft_tree", "verifier=straight", "target.path=nowhere")
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=draft_tree", "verifier=straight", "target.path=.")
     assert code == 1
     message = errors.partition("spec_lab: ")[2]
     assert re.search("proposer: .*'straight'.*'draft_tree'", message) and "target.path" not in message

@@ -87,7 +87,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     selected = [run for run in selected if run.label in manifests]
     tested = sum(_enough(change, MIN_CLUSTERS) for pair in comparisons for change in pair.changes)
     simultaneous = 1 - (1 - level) / max(tested, 1)
-    fewest = max(MIN_CLUSTERS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
+    fewest = fewest_units(tested, level)
     arms = [
         replace(pair, changes=tuple(_tested(change, level, simultaneous, fewest) for change in pair.changes))
         for pair in comparisons
@@ -104,13 +104,21 @@ def _enough(change: FigureChange, fewest: int) -> bool:
     return change.change is not None and min(change.units) >= fewest
 
 
-def _tested(change: FigureChange, level: float, simultaneous: float, fewest: int) -> FigureChange:
-    """Return the change with its verdict.
+def fewest_units(tested: int, level: float) -> int:
+    """Return how many prompts or groups each of several changes that are tested at once requires.
 
     By chance alone all of n units change in the same direction once in 2 ** (n - 1) times. A rarer event cannot be
-    established without assuming a normal distribution, so at least ``fewest`` units are required, depending on the
-    level.
+    established without assuming a normal distribution.
+
+    Args:
+        tested: number of tested changes.
+        level: at which all significant changes hold at once.
     """
+    return max(MIN_CLUSTERS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
+
+
+def _tested(change: FigureChange, level: float, simultaneous: float, fewest: int) -> FigureChange:
+    """Return the change with its verdict; ``fewest`` as ``fewest_units``."""
     change = replace(change, level=level, simultaneous_level=simultaneous)
     if change.change is None:
         return change

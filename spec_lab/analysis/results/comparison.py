@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
 from spec_lab.analysis import figures
 from spec_lab.analysis.compare import ArmComparison, Comparison, FigureChange, SettingValues, as_frame
+from spec_lab.analysis.compare.changes import fewest_units
 from spec_lab.analysis.figures.style import shortened
 from spec_lab.analysis.metrics import Interval
 from spec_lab.analysis.text import OWN, column, verdict_line
@@ -39,7 +40,7 @@ VERDICTS = {
     "not significant": "the interval contains no change. This does not prove equality: smaller changes than those of "
     "the column significant from (a page, or --verbose) are not detected.",
     "identical": "no prompt differs.",
-    "too few": "too few prompts or groups for a test; run more of them.",
+    "too few": "too few prompts or groups for a test; run more of them. More changes at once need more of them.",
 }
 
 
@@ -48,7 +49,7 @@ def result(comparison: Comparison) -> Result:
     several = len(comparison.runs) > 1
     lead = f"{len(comparison.runs)} runs, the first is the reference" if several else "the arms of one run"
     verdicts_given = {change.verdict for pair in comparison.pairs for change in pair.changes}
-    few = not comparison.tested and "too few" in verdicts_given
+    few = _too_few(verdicts_given)
     rows = [[Cell(run.label), Cell(short_path(run.name)), Cell(comparison.described[run.label])]
             for run in comparison.runs]  # fmt: skip
     compared = DataTable([(name, False) for name in ("", "run", "contents")], rows, len(rows) > 12)
@@ -175,12 +176,20 @@ def value_text(change: FigureChange, value: float) -> str:
     return "" if value != value else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"[:5]
 
 
+def _too_few(verdicts: Collection[str]) -> bool:
+    """Return whether changes could not be tested, and no other was."""
+    return "too few" in verdicts and not {"significant", "not significant"} & set(verdicts)
+
+
 def notes(comparison: Comparison) -> list[str]:
     """Return what a reader must know of these runs, and the meaning of the verdicts that occur."""
     changes = [change for pair in comparison.pairs for change in pair.changes]
     verdicts = {change.verdict for change in changes}
     lines = [*comparison.notes]
-    if comparison.tested:
+    if _too_few(verdicts):
+        fewest = fewest_units(comparison.tested, comparison.level)
+        lines.append(f"No change could be tested: at least {fewest} prompts (for speed: groups) are needed.")
+    elif comparison.tested:
         significant = sum(change.verdict == "significant" for change in changes)
         lines.append(
             f"Significant: {significant} of {comparison.tested} tested changes. All intervals hold at once at "

@@ -186,7 +186,7 @@ def result(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> Result:
         _depths(arms, "survival"), _depths(arms, "conditional"), _phases(arms, True), _phases(arms, False)
     )  # fmt: skip
     sections = [
-        Section("Arms", ARMS, _arms(arms, run), notes=_notes(run, arms), details=_details(run, arms)),
+        Section("Arms", ARMS, _arms(arms, run), notes=_notes(run, arms, judged), details=_details(run, arms)),
         Section("Speed-up", THROUGHPUT, None, {"throughput": partial(figures.throughput, tables)},
                 missing="No arm was compared with a baseline in a full group of prompts, so there is no speed-up."),
         Section("Acceptance by depth", DEPTHS, None, {"acceptance": partial(figures.acceptance, tables)},
@@ -240,6 +240,7 @@ def _lead(run: RunFiles) -> str:
     config, requests, summary = run.manifest["config"], run.tables.requests, run.summary
     names = [facts.get("name") for facts in run.manifest["proposers"].values()]
     workloads = ", ".join(sorted(set(requests["workload"])))
+    prompts = requests["request"].nunique()
     proposer = summary.get("proposer") or next(iter(names), "")
     parts = [
         f"proposer {proposer}" if proposer else "",
@@ -247,7 +248,7 @@ def _lead(run: RunFiles) -> str:
         f"constraint {summary['constraint']}" if summary.get("constraint", "none") != "none" else "",
         f"temperature {run.temperature:g}",
         f"batch size {config['batch_size']}" if "batch_size" in config else "",
-        f"{requests['request'].nunique()} prompts ({workloads})" if len(requests) else "",
+        f"{prompts} prompt{'s' * (prompts != 1)} ({workloads})" if prompts else "",
         f"at most {config['max_new_tokens']} new tokens" if "max_new_tokens" in config else "",
     ]
     return ", ".join(part for part in parts if part)
@@ -355,13 +356,13 @@ def _headline(arms: Arms) -> str:
     return f"{main} is {speedup} times as fast as the baseline. " * bool(speedup)
 
 
-def _notes(run: RunFiles, arms: Arms) -> list[str]:
+def _notes(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> list[str]:
     """Return what a reader must know of this run, the most important first."""
     repeated = run.summary.get("repeated_groups")
     return [
         *_losslessness(arms),
         *(_identical(run, arms) if run.temperature == 0 else []),
-        *baseline_notes(arms),
+        *baseline_notes(arms, judged.get("verdict") != "not reliable"),
         *kv_notes(run.summary.get("kv_dtype")),
         *(f"Policy of {name}: {values['decisions']}." for name, values in arms.items() if values.get("decisions")),
         *_cut(run.summary.get("answers")),

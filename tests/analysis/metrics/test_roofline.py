@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.roofline_text import share_in_words
+from spec_lab.analysis.roofline_text import baseline_notes, share_in_words
 from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 
 LIMITS = MachineLimits(
@@ -84,3 +84,10 @@ def test_an_arm_s_share_names_the_resource_that_bounds_most_steps():
     for share, text in ((0.0123, "1.2 %"), (0.999, "100 %"), (1.25, "125 %")):
         assert text in share_in_words({"roofline_share": {"mean": share}, "memory_bound_steps": 1.0})
     assert "unknown" in share_in_words({}), "a summary of an older version"
+
+
+def test_what_the_share_means_is_said_only_where_the_times_are_reliable():
+    arms = {"baseline": {"roofline_share": {"mean": 0.093}, "memory_bound_steps": 1.0}}
+    assert "a faster engine would leave drafts less to gain" in baseline_notes(arms)[0]
+    (line,) = baseline_notes(arms, reliable=False)
+    assert line == "The baseline is at 9.3 % of this machine's memory roofline, by times that are not reliable."
