@@ -41,20 +41,22 @@ SLOW, FAST = 0.3, 0.6
 """Shares of the roofline below which a baseline is slow, and from which it is close to what the machine can do."""
 
 
-def baseline_notes(arms: Mapping[str, Mapping[str, Any]], reliable: bool = True) -> list[str]:
+def baseline_notes(arms: Mapping[str, Mapping[str, Any]], judged: Mapping[str, Any]) -> list[str]:
     """Return how close the baseline comes to the roofline and what that means for a speed-up; nothing without one.
 
     Args:
         arms: their figures, by name.
-        reliable: False: the times are not reliable, so the share is stated without what it means.
+        judged: ``verdict`` on the times and ``verdict_reasons``; older summaries lack them. Where the times are not
+            reliable, or the machine was busy, the share is stated without what it means.
     """
     if "baseline" not in arms:
         return []
     share = (arms["baseline"].get("roofline_share") or {}).get("mean")
     if share is None or not number(share):
         return ["The baseline's share of this machine's roofline is unknown."]
-    if not reliable:
-        return [f"The baseline is {share_in_words(arms['baseline'])}, by times that are not reliable."]
+    busy = any(str(reason).startswith("other processes used") for reason in judged.get("verdict_reasons") or ())
+    if busy or judged.get("verdict") == "not reliable":
+        return [f"The baseline is {share_in_words(arms['baseline'])}, as far as its times are reliable."]
     means = "close to what this machine can do" if share >= FAST else "a faster engine may leave drafts less to gain"
     if share < SLOW:
         means = "far from what this machine can do, so a faster engine would leave drafts less to gain"

@@ -362,7 +362,7 @@ def _notes(run: RunFiles, arms: Arms, judged: Mapping[str, Any]) -> list[str]:
     return [
         *_losslessness(arms),
         *(_identical(run, arms) if run.temperature == 0 else []),
-        *baseline_notes(arms, judged.get("verdict") != "not reliable"),
+        *baseline_notes(arms, judged),
         *kv_notes(run.summary.get("kv_dtype")),
         *(f"Policy of {name}: {values['decisions']}." for name, values in arms.items() if values.get("decisions")),
         *_cut(run.summary.get("answers")),

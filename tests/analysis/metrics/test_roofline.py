@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics.verdict import Resources, _load
 from spec_lab.analysis.roofline_text import baseline_notes, share_in_words
 from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 
@@ -88,6 +89,12 @@ def test_an_arm_s_share_names_the_resource_that_bounds_most_steps():
 
 def test_what_the_share_means_is_said_only_where_the_times_are_reliable():
     arms = {"baseline": {"roofline_share": {"mean": 0.093}, "memory_bound_steps": 1.0}}
-    assert "a faster engine would leave drafts less to gain" in baseline_notes(arms)[0]
-    (line,) = baseline_notes(arms, reliable=False)
-    assert line == "The baseline is at 9.3 % of this machine's memory roofline, by times that are not reliable."
+    unchecked = "whether other processes used the GPU was not checked"
+    for judged in ({}, {"verdict": "reliable", "verdict_reasons": [unchecked]}):
+        assert "a faster engine would leave drafts less to gain" in baseline_notes(arms, judged)[0]
+    units = {"other_cores": [1.2] * 8, "seconds": [9.0] * 8}
+    busy = [reason.reason for reason in _load({"baseline": pd.DataFrame(units)}, Resources(1, 2))]
+    for judged in ({"verdict": "not reliable"}, {"verdict": "doubtful", "verdict_reasons": busy}):
+        assert baseline_notes(arms, judged) == [
+            "The baseline is at 9.3 % of this machine's memory roofline, as far as its times are reliable."
+        ]
