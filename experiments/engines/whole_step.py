@@ -174,8 +174,11 @@ def speeds(frame: pd.DataFrame) -> pd.DataFrame:
     times = frame.pivot_table(index=KEYS, columns="rows", values="median")
     baseline = times.xs(BASELINE, level=KEYS[1:]).loc[times.index.get_level_values("context")]
     faster = (baseline.to_numpy() / times)[[rows for rows in (1, 8) if rows in times]]
-    table = faster.rename(columns="speed at {}".format).assign(**{f">= {BAR}": (faster >= BAR).all(axis=1)})
-    return table.assign(**{"t(8)/t(1)": times[8] / times[1]}) if faster.shape[1] == 2 else table
+    table = faster.rename(columns="speed at {}".format)
+    if faster.shape[1] < 2:
+        return table
+    bar = {f">= {BAR}": (faster >= BAR).all(axis=1), "t(8)/t(1)": times[8] / times[1]}
+    return table.assign(**bar)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -48,7 +48,10 @@ KEYS = ["target", "text", "temperature"]
 
 
 def grid() -> dict[str, SpeculativeMode]:
-    """Return the modes of the exhaustive run by the name of their arm: every family without files, at many sizes."""
+    """Return the modes of the exhaustive run by the name of their arm: the families without files, at many sizes.
+
+    Without ``sparse_kv``, which is for contexts longer than those of these texts.
+    """
     modes = [
         SpeculativeMode(name, {"depth": depth}) for name, depth in product(("ngram", "suffix", "pld_plus"), DEPTHS)
     ]
@@ -83,17 +86,19 @@ def arm_options(arm: str, overrides: Sequence[str]) -> list[str]:
 def timed(out: Path, *arguments: str) -> float:
     """Run the command line with its output in a folder; return the seconds of the process that ended it.
 
-    They are kept in a file beside the folder, and a run that has ended is not started again.
+    They are kept in a file beside the folder, and a run that has ended is not started again with the same options.
 
     Raises:
         CalledProcessError: it failed; its message is on the terminal.
     """
-    file = out.with_suffix(".json")
-    if not file.is_file():
+    file, command = out.with_suffix(".json"), [*arguments, f"output_dir={out}"]
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    if known.get("command") != command:
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "spec_lab", *arguments, f"output_dir={out}"], check=True)
-        file.write_text(json.dumps({"seconds": time.perf_counter() - began}))
-    return float(json.loads(file.read_text())["seconds"])
+        subprocess.run([sys.executable, "-m", "spec_lab", *command], check=True)
+        known = {"seconds": time.perf_counter() - began, "command": command}
+        file.write_text(json.dumps(known))
+    return float(known["seconds"])
 
 
 def recommended(out: Path, options: Sequence[str], minutes: float) -> tuple[dict[str, Any], float]:
@@ -146,7 +151,7 @@ def row_of(folder: Path, chosen: argparse.Namespace, target: str, text: str, tem
     runs_of = [recommended(folder / f"recommend_{n}", [*options, *few], chosen.minutes) for n in range(chosen.times)]
     summary, seconds = runs_of[0]
     names = [summary["recommended"]["mode"] for summary, _ in runs_of]
-    refused = [line["mode"] for line in summary["refused"]]
+    refused = [line["mode"] for line in summary["refused"] if "the time ended" not in line["reason"]]
     fastest, exhaustive_seconds = exhaustive(folder / "exhaustive", [*options, *few], refused)
     arms = {
         RECOMMENDED: [] if names[0] == NONE else summary["recommended"]["overrides"],

@@ -116,7 +116,7 @@ class Shape:
     def grown(self, rows: np.ndarray, counts: np.ndarray) -> Shape:
         """Return the shape with further nodes, which come last.
 
-        A tree that grows level by level so has each level's nodes counted once.
+        So each level of a tree that grows level by level is counted once.
 
         Args:
             rows: ``[n]`` different rows without children.

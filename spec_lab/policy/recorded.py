@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import DETERMINISTIC, Draft
 from spec_lab.core.limit import Limit, StopRule
 from spec_lab.core.options import Filled, WrongOption, brief, checked
 from spec_lab.core.request import Request
@@ -144,7 +144,7 @@ class RecordedRows(RecordedPolicy):
 
     Whatever is repeated with them, with the run's seed or another one, outputs follow the target: whether a row was
     admitted followed from earlier steps and from the random choices of rows admitted before it, of which the choice of
-    its own token is independent.
+    its own token is independent. Sampled siblings are admitted together or not at all, as ``batch_budget`` does.
     """
 
     def admit(self, batch: Batch, states: Sequence[Any], draft: Draft) -> np.ndarray | None:
@@ -156,8 +156,13 @@ class RecordedRows(RecordedPolicy):
         for tree, limit in zip(shape.trees, self.decide(batch, states), strict=True):
             if limit.rows is not None:
                 admitted[tree[1:]] = np.isin(shape.places[tree[1:]], limit.rows)
+        # A sampled node without its earlier siblings would not follow the distribution that it is verified with.
+        sampled = np.flatnonzero(draft.codes != DETERMINISTIC)
+        families = shape.parent[sampled]
+        split = np.isin(families, families[~admitted[shape.roots + sampled]])
+        admitted[shape.roots + sampled[split]] = False
         return admitted
 
     def toy(self) -> RecordedRows:
-        """See ``Policy``. One node, none and all are verified in turn."""
-        return replace(self, limits={}, prompts={}, otherwise=(Limit(rows=(0,)), Limit(rows=()), Limit()))
+        """See ``Policy``. Two nodes, none and all are verified in turn."""
+        return replace(self, limits={}, prompts={}, otherwise=(Limit(rows=(0, 1)), Limit(rows=()), Limit()))

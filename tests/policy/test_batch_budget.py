@@ -213,6 +213,16 @@ def test_rows_that_are_repeated_are_exact(drawn):
     require_exact(prove(adapt(toy_model("2x1", drawn), RecordedRows({})), Token(), (QUICK[2], QUICK[-1])))
 
 
+def test_sampled_siblings_are_repeated_together_or_not_at_all():
+    class Second(RecordedRows):
+        """Repeats a row whose earlier sibling was not verified, as another seed's tree may ask for."""
+
+        def toy(self):
+            return Second({}, otherwise=(Limit(rows=(1,)), Limit()))
+
+    require_exact(prove(adapt(toy_model("2x1", "without_replacement"), Second({})), Token(), (QUICK[2], QUICK[-1])))
+
+
 def test_proposers_without_confidences_are_refused():
     with pytest.raises(WrongOption, match="confidence=margin .*ngram"):
         BatchBudget.load(None, Ngram(3, 4, 1))

@@ -56,7 +56,7 @@ def select(
     names: Sequence[str],
     decode: Callable[[int, Sequence[str]], Collection[str]],
     speed: Callable[[str, str], Interval],
-    fits: Callable[[int, Sequence[str]], bool] = lambda count, names: True,
+    fits: Callable[[int, int, Sequence[str]], bool] = lambda number, count, names: True,
 ) -> list[str]:
     """Decode groups with the modes until one is the fastest, within ``TIE``; return those left, the fastest first.
 
@@ -68,7 +68,7 @@ def select(
         names: the modes, the best predicted one first.
         decode: decodes the group of a number with modes; returns those that did, none where no time or group is left.
         speed: of a mode over another or "baseline", on the groups that both decoded.
-        fits: returns whether so many further groups fit into the time with modes.
+        fits: returns whether so many further groups, from the one of a number on, fit into the time with modes.
     """
 
     def over_baseline(name: str) -> float:
@@ -78,7 +78,7 @@ def select(
     alive, number = list(names), 0
     for look in SELECTION_LOOKS:
         while len(alive) > 1 and number < look:
-            while len(alive) > 1 and not fits(look - number, alive):
+            while len(alive) > 1 and not fits(number, look - number, alive):
                 alive.remove(min(alive, key=over_baseline) if number else alive[-1])
             decoded = decode(number, alive)
             if not decoded:

@@ -28,11 +28,11 @@ PASSES = WARM_UP + 3
 """Visits of each size at least: one that shows which sizes fit, the warm-up and two timed ones."""
 
 
-LEAST_GAIN = 1.1
+MIN_GAIN = 1.1
 """The most that drafts on a small KV cache could gain, below which they are not tried."""
 
 
-def most_gain(work: ForwardWork, batch: int, context: float, budget: int) -> float:
+def max_gain(work: ForwardWork, batch: int, context: float, budget: int) -> float:
     """Return the most that drafts of the target on a small KV cache can gain, were all their tokens accepted.
 
     A step that drafts k tokens emits k + 1 in the time of k forwards d on the small cache and one forward t on the
@@ -55,9 +55,9 @@ def why_no_small_cache(work: ForwardWork | None, batch: int, context: float, bud
     """Return why drafts on a small KV cache cannot pay; empty where they can, and where the work is not known.
 
     Args:
-        work, batch, context, budget: as in ``most_gain``.
+        work, batch, context, budget: as in ``max_gain``.
     """
-    if work is None or (gain := most_gain(work, batch, context, budget)) >= LEAST_GAIN:
+    if work is None or (gain := max_gain(work, batch, context, budget)) >= MIN_GAIN:
         return ""
     return (
         f"contexts have at most {context:.0f} tokens, a mean over the prompts: a draft that reads keys and values of "

@@ -101,7 +101,7 @@ class Stages:
         self.spread = {int(batch): value for batch, value in there.get("spread", {}).items()}
         self.tokens = int(there.get("max_new_tokens", 0))
         self.recorded, self.policies = bool(there.get("recorded")), bool(there.get("policies"))
-        self.count = int(there.get("confirmed", 0))
+        self.count, self.leader = int(there.get("confirmed", 0)), str(there.get("leader", ""))
         self.finished = self.recorder.finished()
 
     def keep(self) -> None:
@@ -109,7 +109,7 @@ class Stages:
         write_json(self.settings.output_dir / FILE, {
             "seconds": self.limit.spent, "refused": self.refused, "costs": self.costs, "spread": self.spread,
             "max_new_tokens": self.tokens, "recorded": self.recorded, "confirmed": self.count,
-            "policies": self.policies, "facts": self.facts,
+            "policies": self.policies, "leader": self.leader, "facts": self.facts,
         })  # fmt: skip
         self.bar.update(min(self.limit.spent, self.limit.seconds) - self.bar.n)
 
@@ -298,12 +298,16 @@ class Stages:
         selection = ModeComparison(self, "selecting", 0, self.selecting, modes, arms)
         confirmation = ModeComparison(self, "confirming", 1, self.confirming, modes, arms)
 
-        def fits(count: int, names: Sequence[str]) -> bool:
+        def fits(number: int, count: int, names: Sequence[str]) -> bool:
             later = min(map(self.seconds, names)) + self.seconds(BASELINE)
-            return count * sum(map(self.seconds, (BASELINE, *names))) + MIN_CLUSTERS * later <= self.limit.left()
+            seconds = count * sum(map(self.seconds, (BASELINE, *names))) + MIN_CLUSTERS * later
+            return selection.first + number in self.finished or seconds <= self.limit.left()
 
-        ranked = select(list(modes), selection.decode, selection.speed, fits) if len(modes) > 1 else list(modes)
-        leader = next((name for name in ranked if name not in self.refused), "")
+        if self.leader not in modes:
+            ranked = select(list(modes), selection.decode, selection.speed, fits) if len(modes) > 1 else list(modes)
+            self.leader = next((name for name in ranked if name not in self.refused), "")
+            self.keep()
+        leader = self.leader
         if not leader:
             return few, Confirmed("", {}, {}, LEVEL, "time")
         known, groups, level, ended = confirm(
@@ -312,6 +316,7 @@ class Stages:
             sorted({MIN_CLUSTERS, len(self.confirming), REPEATS * len(self.confirming)}),
         )
         counted = selection.counted()
+        counted.pop(leader, None)  # what selected it says too much of its speed
         speedups = {name: selection.speed(name, BASELINE) for name in counted}
         if groups:
             speedups[leader], counted[leader] = known, groups

@@ -84,11 +84,14 @@ def conclusion(stages: Stages, few: Sequence[JudgedMode], confirmed: Confirmed) 
         return f"Run no speculation: nothing was measured, since {stages.too_slow}; give more minutes."
     if not few:
         return "Run no speculation: no mode could be judged on this target."
+    if all(mode.mode.name in stages.refused for mode in few):
+        return "Run no speculation: no mode that was judged could run; the reasons are listed."
     if name not in confirmed.speedups:
         return "Run no speculation: the time ended before a mode was measured; give more minutes."
     mean, low, high = confirmed.speedups[name]
     groups = confirmed.groups[name]
-    best = f"the best of {len(few)} measured" if len(few) > 1 else "the only one measured"
+    measured = len(confirmed.speedups)
+    best = f"the best of {measured} measured" if measured > 1 else "the only one measured"
     if math.isnan(low):
         return (
             f"Run no speculation: the time ended after {groups} groups of prompts, too few to show that a mode is "

@@ -70,7 +70,7 @@ def test_the_end_of_the_time_leaves_the_fastest_so_far(groups):
 def test_the_slowest_are_dropped_where_the_look_does_not_fit_into_the_time_with_all():
     machine = Machine({"a": 1.1, "best": 1.6, "c": 0.7}, noise=0.01)
     ranked = select(
-        list(machine.speeds), machine.decode, machine.speed, lambda count, names: count > 5 or len(names) < 2
+        list(machine.speeds), machine.decode, machine.speed, lambda number, count, names: count > 5 or len(names) < 2
     )
     assert (ranked, machine.decoded["a"], machine.decoded["c"]) == (["best"], 3, 3)
 

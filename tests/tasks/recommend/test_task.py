@@ -30,7 +30,7 @@ from spec_lab.tasks.cost.timing import Fixed
 from spec_lab.tasks.recommend import recommend
 from spec_lab.tasks.recommend.confirm import Confirmed
 from spec_lab.tasks.recommend.judge import DraftingSeconds, JudgedMode, best_few, judge
-from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs, most_gain, why_no_small_cache
+from spec_lab.tasks.recommend.limits import TimeLimit, TooSlow, fixed_costs, max_gain, why_no_small_cache
 from spec_lab.tasks.recommend.modes import ModeFamily, SpeculativeMode
 from spec_lab.tasks.recommend.stages import FILE, Stages
 from spec_lab.tasks.recommend.summary import changes, conclusion
@@ -138,9 +138,9 @@ def test_shallower_drafts_of_the_target_s_layers_take_fewer_forwards():
 
 def test_a_small_cache_is_tried_where_reading_the_context_takes_a_share_of_a_step():
     work = ForwardWork(weight_bytes=1000, row_flops=1000, logits_flops=0, attention=(AttentionWork(1, 1),) * 2)
-    assert most_gain(work, 1, 1256, 256) == pytest.approx((1000 + 2 * 1256) / (1000 + 2 * 256))
-    assert most_gain(work, 8, 1256, 256) == pytest.approx((1000 + 16 * 1256) / (1000 + 16 * 256))
-    assert most_gain(work, 1, 200, 256) == 1.0 and most_gain(replace(work, row_flops=1), 1, 1256, 256) > 4
+    assert max_gain(work, 1, 1256, 256) == pytest.approx((1000 + 2 * 1256) / (1000 + 2 * 256))
+    assert max_gain(work, 8, 1256, 256) == pytest.approx((1000 + 16 * 1256) / (1000 + 16 * 256))
+    assert max_gain(work, 1, 200, 256) == 1.0 and max_gain(replace(work, row_flops=1), 1, 1256, 256) > 4
     assert why_no_small_cache(work, 1, 1256, 256) == why_no_small_cache(None, 1, 1, 256) == ""
     assert "at most 1.06 times as fast" in why_no_small_cache(work, 1, 300, 256)
 
