@@ -46,9 +46,9 @@ class Goodput(Policy):
     Levels below the best depth (all, where drafting nothing is best) are tried again after a wait that doubles each
     time (``Trial``), one level deeper (``FURTHER``): in the whole batch, whose sequences tell more together than the
     first of them; where nothing is drafted, in one sequence, since the drafter must first compute the tokens it has
-    not seen. A trial pays if its step emits more tokens per second than the best depth would have. Then one twice as deep follows
-    at once, and what was known of deeper levels counts half. A look-up that finds nothing is no trial: the next step
-    tries again. All this follows from texts and earlier outcomes, so that drafts stay exact.
+    not seen. A trial pays if its step emits more tokens per second than the best depth would have. Then one twice as
+    deep follows at once, and what was known of deeper levels counts half. A look-up that finds nothing is no trial:
+    the next step tries again. All this follows from texts and earlier outcomes, so that drafts stay exact.
 
     Args:
         costs: measured.
