@@ -1,5 +1,7 @@
 """Assertions after the last cell of notebooks/add_a_proposer.py; runs in its kernel."""
 
+import json
+
 assert recent.follow([5, 6, 5, 7, 8, 5], 3) == [7, 8, 5]
 assert recent.follow([5, 6, 5, 7, 8, 5], 1) == [7]
 assert recent.follow([1, 2, 3], 4) == []
