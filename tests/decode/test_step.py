@@ -63,6 +63,15 @@ def test_a_perfect_draft_is_fully_accepted(target, truth):
     assert len(steps) == NEW // 4
 
 
+def test_a_verifier_that_does_not_support_the_draft_is_refused_at_once(target, truth):
+    class Sampled(Token):
+        accepts = frozenset({"iid"})
+
+    refused = "verifier 'token' .*iid; proposer 'foretold' .*'deterministic'"
+    with pytest.raises(ValueError, match=refused):
+        fixed_group(Arm(target, Foretold(truth), Sampled(), CounterDraws(0)), requests())
+
+
 # Batches
 
 

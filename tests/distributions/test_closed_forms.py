@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_lab.core.shape import chain
+from spec_lab.core.shape import chain, tree
 from spec_lab.verify import Match, Token, Traversal
 from tests.distributions.tabular import Outputs, World
 from tests.distributions.test_lossless import TREES
@@ -52,6 +52,13 @@ def test_the_expected_acceptance_of_a_chain_has_a_closed_form(world, length):
     assert accepted(world, Match(), chain(length)) == pytest.approx(match, abs=1e-12)
 
 
+@EVERY_WORLD
+def test_one_token_is_accepted_with_one_minus_tv(world):
+    p, q = world.p(()), world.q(())
+    for verifier in (Token(), Traversal()):
+        assert accepted(world, verifier, chain(1)) == pytest.approx(1 - 0.5 * np.abs(p - q).sum(), abs=1e-12)
+
+
 def test_expected_tokens_of_a_constant_acceptance():
     """E[tokens] = (1 - a^(g+1)) / (1 - a)."""
     world = Constant(0, v=2)
@@ -68,8 +75,36 @@ def test_the_example_of_the_block_verification_paper():
     assert accepted(world, Traversal(), chain(2)) == pytest.approx(11 / 9, abs=1e-12)
 
 
+@EVERY_WORLD
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_siblings_never_beat_optimal_transport(world, width):
+    """iid siblings: accepted <= 1 - max over sets H of q(H)^n - p(H); one sibling reaches it."""
+    p, q = world.p(()), world.q(())
+    sets = [list(h) for n in range(world.v + 1) for h in itertools.combinations(range(world.v), n)]
+    bound = 1 - max(q[h].sum() ** width - p[h].sum() for h in sets)
+    shape = tree(tuple((rank,) for rank in range(width)))
+    for verifier in (Token(), Traversal(), Match()):
+        assert accepted(world, verifier, shape) <= bound + 1e-12
+    if width == 1:
+        assert accepted(world, Token(), shape) == pytest.approx(bound, abs=1e-12)
+
+
+@EVERY_WORLD
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_on_chains_traversal_accepts_at_least_what_token_does(world, length):
+    """A theorem (2403.10444), on average over drafts; on a single draft it may accept less."""
+    assert accepted(world, Traversal(), chain(length)) >= accepted(world, Token(), chain(length)) - 1e-12
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name, shape in TREES.items() if shape.rank.any()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name == "ragged" else [])
+        for name, shape in TREES.items()
+        if shape.rank.any()
+    ],
+)
 @pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
 def test_on_trees_traversal_accepts_more_over_all_worlds(name, drawn):
     gains = [
@@ -86,3 +121,25 @@ def test_on_a_tree_token_can_accept_more():
         accepted(world, verifier, TREES["[1,2]"], "without_replacement") for verifier in (Traversal(), Token())
     )
     assert token - traversal == pytest.approx(3.799e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_point_drafts_are_accepted_alike(name):
+    world = World(28)
+    numbers = [accepted(world, verifier, TREES[name], "deterministic") for verifier in (Token(), Traversal(), Match())]
+    assert numbers == pytest.approx([numbers[0]] * 3, abs=1e-14)
+
+
+class Same(World):
+    """The draft is the target."""
+
+    def probabilities(self, length):
+        p, _ = super().probabilities(length)
+        return p, p
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without_replacement"])
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
+def test_a_chain_drawn_from_the_target_itself_is_fully_accepted(verifier, drawn):
+    for length in (1, 2, 3):
+        assert accepted(Same(3), verifier, chain(length), drawn) == pytest.approx(length, abs=1e-12)

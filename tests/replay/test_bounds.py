@@ -23,7 +23,7 @@ from spec_lab.replay.optimum import by_rank, modelled
 from spec_lab.replay.recorded_trees import RunVerifier
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.verifier_study import study_verifiers
-from spec_lab.verify import KSeq, Match, Token
+from spec_lab.verify import KSeq, Match, Token, Traversal
 from spec_lab.verify.transport import spechub_acceptance, transport_bound
 from tests.distributions.tabular import Outputs, World, every_draft
 from tests.labs import Repeat, lab, settings
@@ -181,6 +181,15 @@ def test_closed_forms_are_the_enumerated_acceptance(verifier, count):
         rates = acceptance(verifier, world.p(())[None], world.q(())[None], np.array([count]))
         assert rates[0] == pytest.approx(enumerated, abs=1e-12)
     assert acceptance(KSeq(), np.ones((1, 1)), np.ones((1, 1)), np.array([1])) is None
+
+
+def test_no_share_of_the_first_level_exceeds_one():
+    generator = np.random.default_rng(1)
+    p, q = (generator.dirichlet(np.ones(8), 50) for _ in range(2))
+    for count in (1, 2, 5):
+        largest = transport_bound(torch.from_numpy(p), torch.from_numpy(q), count, "iid")
+        for verifier in (Token(), Traversal(), Match()):
+            assert (acceptance(verifier, p, q, np.full(50, count)) <= largest + 1e-12).all()
 
 
 def test_the_best_points_are_the_likeliest_texts():

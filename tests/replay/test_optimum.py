@@ -69,6 +69,13 @@ def test_block_verification_is_the_optimum_of_chains_and_exceeds_optimal_nodes(s
         assert token < block - 1e-6
 
 
+def test_one_child_has_one_minus_tv():
+    rng = np.random.default_rng(0)
+    p, q = (torch.from_numpy(rng.dirichlet(np.ones(9), 5)) for _ in range(2))
+    for drawn in WAYS:
+        assert transport_bound(p, q, 1, drawn) == pytest.approx(1 - 0.5 * (p - q).abs().sum(1).numpy(), abs=1e-14)
+
+
 def test_points_accept_their_texts_probability():
     """Match and token attain it; a text that is drafted twice counts once."""
     for seed in range(4):

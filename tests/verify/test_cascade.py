@@ -106,3 +106,10 @@ def test_a_constraint_masks_the_draft_distribution_too():
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "iid", q, np.array([0, -1, -1]))
     assert verifier.aim(draft, p).tolist() == [pytest.approx([0.0, 0.4, 0.6]), [0.0] * 3, p[2].tolist()]
     assert verifier(draft, p).stop[1] == 0
+
+
+def test_the_target_probabilities_are_not_changed():
+    p = torch.tensor(np.array([P, P]))
+    draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
+    Cascade(1.0, "chow")(draft, p)
+    assert p.tolist() == [P.tolist(), P.tolist()]

@@ -10,7 +10,7 @@ from spec_lab.core.shape import chain
 from spec_lab.verify import Lenient, Token
 from tests.distributions.tabular import Outputs, World
 from tests.distributions.test_closed_forms import WORLDS, Constant
-from tests.distributions.test_lossless import TREES
+from tests.distributions.test_lossless import TREES, require_lossless
 from tests.verify.test_twins import drafts, joint
 
 DRAWN = pytest.mark.parametrize("drawn", ["iid", "without_replacement", "deterministic"])
@@ -46,6 +46,13 @@ def test_smaller_lenience_is_lossier_and_accepts_more(name, drawn):
     assert tv[0] < 1e-12 and 1e-3 < tv[1] < tv[2]
     assert accepted[0] + 1e-3 < accepted[1] and accepted[1] + 1e-3 < accepted[2]
     assert all(run.mass == pytest.approx(1, abs=1e-12) for run in runs)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", ["[1,1]", "[2,2]"])
+@DRAWN
+def test_lenience_of_1_is_lossless(name, drawn):
+    require_lossless(Outputs.of_forest(World(1), Lenient(1.0), TREES[name], drawn))
 
 
 @settings(max_examples=100)

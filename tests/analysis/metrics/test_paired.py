@@ -63,6 +63,14 @@ def test_the_order_of_units_does_not_matter():
     assert change(*sides, paired=True).interval() == pytest.approx(change(*shuffled, paired=True).interval())
 
 
+def test_pairing_narrows_the_interval_where_prompts_differ_more_than_runs():
+    random = np.random.default_rng(2)
+    ease = random.gamma(2, 1.0, 40)
+    sides = prompts(random, ease), prompts(random, ease)
+    paired, unpaired = (change(*sides, paired=both).half_width() for both in (True, False))
+    assert paired < 0.6 * unpaired
+
+
 def test_units_of_which_neither_run_has_anything_do_not_count():
     difference = change(totals([2, 0, 3], [4, 0, 4]), totals([3, 0, 0], [4, 0, 4]), paired=True)
     assert difference.units == (2, 2)

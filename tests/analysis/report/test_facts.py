@@ -38,7 +38,7 @@ def test_the_model_and_the_prompts_have_their_names_and_llama_cpp_the_type_of_it
 @pytest.mark.parametrize(
     ("name", "path", "proposers", "title"),
     [
-        ("custom", "/models/zoo/target", {"first": {"name": "ngram"}}, "ngram on zoo/target"),
+        ("custom", "~/models/zoo/target", {"first": {"name": "ngram"}}, "ngram on zoo/target"),
         ("custom", "Qwen/Qwen3-8B", {"proposer": {"name": "none"}}, "Qwen/Qwen3-8B"),
         ("medusa_tree", "Qwen/Qwen3-8B", {"medusa": {"name": "medusa"}}, "medusa_tree"),
         ("custom", None, {}, "custom"),
