@@ -29,55 +29,56 @@ class ModeComparison:
     Args:
         stages: the recommendation.
         title: of the progress.
-        time: 0 of the first comparison, 1 of the second: numbers of groups and seeds of requests follow from it.
+        number: 0 selects, 1 confirms: numbers of groups and seeds of requests follow from it.
         groups: numbers of the prompts of each group; each is decoded ``REPEATS`` times at most.
         modes: by name.
-        arms: that are loaded, by name; None: cannot run.
+        arms: loaded ones by name, shared by both comparisons; None: cannot run.
+        cached: the run's number of finished groups, and ``requests`` then.
     """
 
     stages: Stages
     title: str
-    time: int
+    number: int
     groups: Sequence[Sequence[int]]
     modes: Mapping[str, JudgedMode]
     arms: dict[str, Loop | None]
-    known: tuple[int, pd.DataFrame] = field(default_factory=lambda: (-1, pd.DataFrame()), init=False)
+    cached: tuple[int, pd.DataFrame] = field(default_factory=lambda: (-1, pd.DataFrame()), init=False)
 
     @property
     def first(self) -> int:
         """Number of its first group in the run."""
-        return self.stages.first + self.time * REPEATS * len(self.stages.groups)
+        return self.stages.first + self.number * REPEATS * len(self.stages.groups)
 
     @property
     def requests(self) -> pd.DataFrame:
         """The rows of the requests of its groups, which are numbered from 0."""
-        if self.known[0] != len(self.stages.finished):
+        if self.cached[0] != len(self.stages.finished):
             rows = load(self.stages.settings.output_dir).requests
             rows = rows.assign(group=rows["group"] - self.first)
             rows = rows[(rows["group"] >= 0) & (rows["group"] < REPEATS * len(self.groups))]
-            self.known = len(self.stages.finished), rows
-        return self.known[1]
+            self.cached = len(self.stages.finished), rows
+        return self.cached[1]
 
-    def decode(self, number: int, names: Sequence[str]) -> list[str]:
+    def decode(self, group: int, names: Sequence[str]) -> list[str]:
         """Decode a group with modes and the baseline, if time and groups are left; return the modes that did."""
-        stages, at = self.stages, self.first + number
-        if at in stages.finished:
-            there = set(self.requests.loc[self.requests["group"] == number, "arm"])
-            return [name for name in names if name in there]
-        if number >= REPEATS * len(self.groups) or stages.limit.left() < sum(map(stages.seconds, (BASELINE, *names))):
+        stages, in_run = self.stages, self.first + group
+        if in_run in stages.finished:
+            decoded = set(self.requests.loc[self.requests["group"] == group, "arm"])
+            return [name for name in names if name in decoded]
+        if group >= REPEATS * len(self.groups) or stages.limit.left() < sum(map(stages.seconds, (BASELINE, *names))):
             return []
         for name in (BASELINE, *names):
             if name not in self.arms:
                 stages.bar.set_postfix_str(f"loading {name}")
                 mode = self.modes[name].mode if name in self.modes else None
                 self.arms[name] = stages.arm(name, mode, replace(stages.settings, record="none"))
-        able = {name: arm for name in (*names, BASELINE) if (arm := self.arms[name]) is not None}
+        loaded = {name: arm for name in (*names, BASELINE) if (arm := self.arms[name]) is not None}
         stages.bar.set_postfix_str(f"{self.title} {', '.join(names)}")
-        again, group = divmod(number, len(self.groups))
-        if len(able) > 1:
-            turns = stages.turns(self.groups[group], 1 + REPEATS * self.time + again)
-            stages.decode(at, turns, able, replace(stages.settings, record="none"))
-        return [name for name in names if name in able]
+        repeat, place = divmod(group, len(self.groups))
+        if len(loaded) > 1:
+            turns = stages.turns(self.groups[place], 1 + REPEATS * self.number + repeat)
+            stages.decode(in_run, turns, loaded, replace(stages.settings, record="none"))
+        return [name for name in names if name in loaded]
 
     def speed(self, name: str, reference: str, level: float = LEVEL) -> Interval:
         """Return a mode's speed over another's, or the baseline's, so far."""

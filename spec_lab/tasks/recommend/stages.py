@@ -34,10 +34,10 @@ from spec_lab.verify import Match
 FILE = "progress.json"
 
 COSTS, RECORDINGS = 0.3, 0.6
-"""Shares of the time until which steps are timed and families are recorded; the rest confirms."""
+"""Shares of the time until which steps are timed and families are recorded; the rest selects and confirms."""
 
 MAX_RECORDED = 12
-"""Groups of prompts that each family is recorded on at most; half of all at most, as others confirm."""
+"""Groups of prompts that each family is recorded on at most; half of all at most, so that others confirm."""
 
 PROMISING = 0.8
 """Predicted speed-up below which a mode is not measured, unless it is the best."""
